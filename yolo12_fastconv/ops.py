@@ -1,0 +1,456 @@
+"""The ops of the package: schemas, documentation, fake kernels, autograd. The only file that calls ``torch.ops``.
+
+Namespace ``yolo12_fastconv``. CUDA kernels come from the compiled library (``csrc/``); without it, and on a CPU, the
+same ops run on ATen (``_aten.py``). The functions below read torch's global state (autocast, TF32) at call time and
+pass it as arguments, because a stable-ABI library cannot see it.
+
+Layouts: on CUDA `y`, `z` and the gradient of `x` are channels_last, whatever `x` is; on a CPU they have the layout
+that ATen's convolution would return. Weight gradients have the strides and dtype of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yolo12_fastconv import _aten, _library, reference
+from yolo12_fastconv.reference import ACTIVATIONS, IDENTITY, SILU
+
+__all__ = ["BatchNormState", "conv_bn_act", "conv_bn_act_train", "update_running_stats_"]
+
+NAMESPACE = "yolo12_fastconv"
+
+_GEOMETRY = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups, int act, ScalarType dtype, bool allow_tf32"
+_BN_EVAL = "Tensor? bn_weight, Tensor? bn_bias, Tensor? running_mean, Tensor? running_var, float eps"
+_BN_TRAIN = "Tensor? bn_weight, Tensor? bn_bias, float eps"
+_GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_weight, Tensor grad_bn_bias)"
+
+SCHEMAS = {
+    "conv_bn_act": f"(Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, Tensor? residual, {_GEOMETRY}) -> Tensor",
+    "conv_bn_act_backward": (
+        f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, {_GEOMETRY}, bool[5] output_mask) -> {_GRADS}"
+    ),
+    "conv_bn_act_train": (
+        f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY})"
+        " -> (Tensor y, Tensor z, Tensor mean, Tensor var)"
+    ),
+    "conv_bn_act_train_backward": (
+        f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
+        f" {_GEOMETRY}, bool[5] output_mask) -> {_GRADS}"
+    ),
+    "update_running_stats_": (
+        "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
+        " float? momentum, SymInt count) -> ()"
+    ),
+    # Which kernel serves a convolution, as "family/target/tile": the library's tile menu, a pure host function.
+    "describe_kernel": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups,"
+    " ScalarType dtype, bool allow_tf32, int capability, bool channels_last) -> str",
+    # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
+    "library_info": "() -> str",
+}
+_HOST_OPS = ("describe_kernel", "library_info")  # no tensors: defined for the compiled library alone
+
+_lib = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    _lib.define(_name + _schema)
+
+_ops = getattr(torch.ops, NAMESPACE)
+for _name in SCHEMAS:
+    if _name not in _HOST_OPS:
+        _lib.impl(_name, getattr(_aten, _name), "CPU")
+
+LIBRARY = _library.load()
+"""What was loaded, or why not: `yolo12_fastconv._library.LibraryStatus`."""
+
+if not LIBRARY.loaded:
+    for _name in SCHEMAS:
+        if _name not in _HOST_OPS:
+            _lib.impl(_name, getattr(_aten, _name), "CUDA")
+
+
+class BatchNormState(NamedTuple):
+    """The tensors of a batch norm that normalises with running statistics, each (K,), and its eps."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+    eps: float
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a convolution of `x` runs in: autocast's for `x.device` where it is active, else that of `x`.
+
+    As in ATen's autocast, float64 is left alone.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def allow_tf32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether float32 convolutions may use TF32 on `device` right now: torch's own cuDNN switch, read live."""
+    return dtype is torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
+
+
+def conv_bn_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    bn: BatchNormState | None = None,
+    residual: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    act: str = "silu",
+) -> Tensor:
+    """Convolution, batch norm by running statistics, activation and residual in one op.
+
+    ``y = act((conv(x, weight) + bias - mean) / sqrt(var + eps) * gamma + beta) + residual``, with the fold into one
+    float32 scale and shift per channel done inside the op at every call: nothing is cached.
+
+    Args:
+        x: (N, C, H, W), float16, bfloat16, float32 or float64; NHWC, NCHW or a channel slice of an NHWC tensor.
+        weight: (K, C / groups, R, S), any strides; the dtype of `x`, or any under autocast.
+        bias: (K,) or None.
+        bn: running statistics and affine parameters, or None for a block without batch norm (after ``fuse()``).
+        residual: (N, K, P, Q) added after the activation, or None.
+        stride, padding, dilation: (height, width). Padding is with zeros.
+        groups: as in ``torch.nn.functional.conv2d``.
+        act: "silu" or "identity".
+
+    Returns:
+        y: (N, K, P, Q) in the dtype of `x`, or autocast's. Differentiable twice in all tensors but the statistics.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices that do not fit together; the message names them.
+        KeyError: an `act` that is not fused.
+    """
+    dtype = compute_dtype(x)
+    bn_weight, bn_bias, mean, var, eps = bn if bn is not None else (None, None, None, None, 0.0)
+    return _ops.conv_bn_act.default(
+        x, weight, bias, bn_weight, bn_bias, mean, var, eps, residual, stride, padding, dilation, groups,
+        ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
+    )  # fmt: skip
+
+
+def conv_bn_act_train(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    act: str = "silu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolution, batch norm by the statistics of this batch, activation and residual.
+
+    Arguments as `conv_bn_act`. The caller moves the running statistics (`update_running_stats_`), since an op that
+    takes part in autograd writes to none of its inputs.
+
+    Returns:
+        y: (N, K, P, Q) in the dtype of `x`, or autocast's.
+        mean, var: (K,) mean and biased variance of the convolution's output over (N, P, Q); float32, or float64 for
+            float64. Not differentiable.
+
+    Raises:
+        RuntimeError: as `conv_bn_act`, and where a channel has a single value, of which there is no variance.
+    """
+    dtype = compute_dtype(x)
+    y, _z, mean, var = _ops.conv_bn_act_train.default(
+        x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups,
+        ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
+    )  # fmt: skip
+    return y, mean, var
+
+
+def update_running_stats_(
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float | None,
+    count: int,
+) -> None:
+    """Move a batch norm's buffers by one batch, in place, as ``nn.BatchNorm2d`` does.
+
+    ``running = (1 - momentum) * running + momentum * batch``, with the unbiased variance ``var * count / (count - 1)``.
+
+    Args:
+        running_mean, running_var: (K,) buffers. num_batches_tracked: () int64 buffer, incremented; may be None.
+        mean, var: (K,) batch mean and biased variance, from `conv_bn_act_train`.
+        momentum: None means the cumulative average over all batches tracked.
+        count: values per channel, N * P * Q, at least 2.
+    """
+    _ops.update_running_stats_.default(running_mean, running_var, num_batches_tracked, mean, var, momentum, count)
+
+
+# ---------------------------------------------------------------------------------------------------- shape checks
+
+
+def _output_size(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> list[int]:
+    """Sizes (N, K, P, Q) of the convolution's output, after checking every size that goes in."""
+    torch._check(x.dim() == 4, lambda: f"x must be (N, C, H, W), got {tuple(x.shape)}")
+    torch._check(weight.dim() == 4, lambda: f"weight must be (K, C / groups, R, S), got {tuple(weight.shape)}")
+    torch._check(groups > 0, lambda: f"groups must be positive, got {groups}")
+    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        torch._check(
+            len(pair) == 2 and all(value >= least for value in pair),
+            lambda name=name, pair=pair, least=least: f"{name} must be two integers >= {least}, got {pair}",
+        )
+    torch._check(
+        x.shape[1] == weight.shape[1] * groups,
+        lambda: f"x has {x.shape[1]} channels, but weight {tuple(weight.shape)} with groups={groups} takes "
+        f"{weight.shape[1] * groups}",
+    )
+    torch._check(
+        weight.shape[0] % groups == 0,
+        lambda: f"weight has {weight.shape[0]} output channels, not a multiple of groups={groups}",
+    )
+    out = [x.shape[0], weight.shape[0]]
+    for axis in (0, 1):
+        size, kernel = x.shape[2 + axis] + 2 * padding[axis], dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+        torch._check(
+            size >= kernel,
+            lambda size=size, kernel=kernel: f"padded input size {size} is smaller than the kernel's extent {kernel}",
+        )
+        out.append((size - kernel) // stride[axis] + 1)
+    return out
+
+
+def _check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None:
+            torch._check(
+                tuple(vector.shape) == (channels,),
+                lambda name=name, vector=vector: f"{name} must be ({channels},), got {tuple(vector.shape)}",
+            )
+            torch._check(
+                vector.device == x.device,
+                lambda name=name, vector=vector: f"{name} is on {vector.device}, x on {x.device}",
+            )
+
+
+def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _empty_output(x: Tensor, weight: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
+    return x.new_empty(size, dtype=dtype).to(memory_format=_aten.output_format(x, weight))
+
+
+# ----------------------------------------------------------------------------------------------------- fake kernels
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act", lib=_lib)
+def _(
+    x, weight, bias, bn_weight, bn_bias, running_mean, running_var, eps, residual, stride, padding, dilation, groups,
+    act, dtype, allow_tf32,
+):  # fmt: skip
+    size = _output_size(x, weight, stride, padding, dilation, groups)
+    torch._check(
+        (running_mean is None) == (running_var is None),
+        lambda: "running_mean and running_var go together: give both or neither",
+    )
+    _check_channels(
+        size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias, running_mean=running_mean, running_var=running_var
+    )
+    _check_residual(residual, size)
+    return _empty_output(x, weight, size, dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train", lib=_lib)
+def _(
+    x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32
+):  # fmt: skip
+    size = _output_size(x, weight, stride, padding, dilation, groups)
+    _check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    _check_residual(residual, size)
+    stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
+    return _empty_output(x, weight, size, dtype), _empty_output(x, weight, size, dtype), *stats
+
+
+def _check_residual(residual: Tensor | None, size: list[int]) -> None:
+    if residual is not None:
+        torch._check(
+            list(residual.shape) == size, lambda: f"residual must be {tuple(size)}, got {tuple(residual.shape)}"
+        )
+
+
+def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
+    likes = (x, weight, bias, bn_weight, bn_bias)
+    grads = []
+    for like, wanted in zip(likes, output_mask, strict=True):
+        if not wanted or like is None:
+            grads.append(x.new_empty(0))
+        elif like is x:
+            grads.append(torch.empty_like(x, memory_format=_aten.output_format(x, weight)))
+        else:
+            grads.append(torch.empty_like(like))
+    return tuple(grads)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_backward", lib=_lib)
+def _(
+    grad_y, x, weight, bias, bn_weight, bn_bias, running_mean, running_var, eps, stride, padding, dilation, groups,
+    act, dtype, allow_tf32, output_mask,
+):  # fmt: skip
+    return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_backward", lib=_lib)
+def _(
+    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, stride, padding, dilation, groups, act, dtype,
+    allow_tf32, output_mask,
+):  # fmt: skip
+    return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::update_running_stats_", lib=_lib)
+def _(running_mean, running_var, num_batches_tracked, mean, var, momentum, count):
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _differentiable_grads(ctx: Any, grad_y: Tensor, forward: Any) -> list[Tensor | None]:
+    """Gradients as a differentiable function of everything saved: what ``create_graph=True`` asks for.
+
+    Recomputes the op with `forward(*tensors)` from `reference.py`; slower than the kernels and right at any order.
+    """
+    inputs = ctx.saved_tensors[: ctx.num_inputs]
+    with torch.enable_grad(), torch.autocast(grad_y.device.type, enabled=False):
+        # A tensor that needs no gradient stays as it is; the others enter as themselves, so that the result hangs on
+        # their history.
+        y = forward(*inputs)
+        wanted = [t for t, needed in zip(inputs, ctx.wanted, strict=True) if needed]
+        grads = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=True, allow_unused=True))
+    return [next(grads) if needed else None for needed in ctx.wanted]
+
+
+def _setup_eval(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    (x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *geometry) = inputs
+    ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, mean, var)
+    ctx.num_inputs = 5
+    ctx.geometry = geometry
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _backward_eval(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    ctx.wanted = ctx.needs_input_grad[:5]
+    if torch.is_grad_enabled():  # create_graph=True
+        mean, var = ctx.saved_tensors[5:]
+
+        def forward(x, weight, bias, bn_weight, bn_bias):
+            return reference.conv_bn_act(
+                x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, None, *ctx.geometry[:-1]
+            )
+
+        grads = _differentiable_grads(ctx, grad_y, forward)
+    else:
+        x, weight, bias, bn_weight, bn_bias, mean, var = ctx.saved_tensors
+        out = _ops.conv_bn_act_backward.default(
+            grad_y, x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, *ctx.geometry, ctx.wanted
+        )
+        grads = [grad if needed else None for grad, needed in zip(out, ctx.wanted, strict=True)]
+    return (*grads, None, None, None, _residual_grad(ctx, grad_y, 8), *[None] * len(ctx.geometry))
+
+
+def _residual_grad(ctx: Any, grad_y: Tensor, position: int) -> Tensor | None:
+    return grad_y.to(ctx.residual_dtype) if ctx.needs_input_grad[position] else None
+
+
+def _setup_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    (x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *geometry) = inputs
+    _y, z, mean, var = output
+    ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var)
+    ctx.mark_non_differentiable(z, mean, var)
+    ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
+    ctx.num_inputs = 5
+    ctx.geometry = geometry
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _backward_train(
+    ctx: Any, grad_y: Tensor | None, _grad_z: None, _grad_mean: None, _grad_var: None
+) -> tuple[Any, ...]:
+    nothing = [None] * len(ctx.geometry)
+    if grad_y is None:
+        return (*[None] * 7, *nothing)
+    ctx.wanted = ctx.needs_input_grad[:5]
+    if torch.is_grad_enabled():  # create_graph=True
+
+        def forward(x, weight, bias, bn_weight, bn_bias):
+            return reference.conv_bn_act_train(
+                x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
+            )[0]
+
+        grads = _differentiable_grads(ctx, grad_y, forward)
+    else:
+        x, weight, bias, bn_weight, bn_bias, z, mean, var = ctx.saved_tensors
+        out = _ops.conv_bn_act_train_backward.default(
+            grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, ctx.wanted
+        )
+        grads = [grad if needed else None for grad, needed in zip(out, ctx.wanted, strict=True)]
+    return (*grads, None, _residual_grad(ctx, grad_y, 6), *nothing)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        "yolo12_fastconv: the backward ops are not differentiable by themselves. "
+        "Differentiate the forward op with create_graph=True instead."
+    )
+
+
+torch.library.register_autograd(f"{NAMESPACE}::conv_bn_act", _backward_eval, setup_context=_setup_eval, lib=_lib)
+torch.library.register_autograd(
+    f"{NAMESPACE}::conv_bn_act_train", _backward_train, setup_context=_setup_train, lib=_lib
+)
+for _name in ("conv_bn_act_backward", "conv_bn_act_train_backward"):
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _no_second_derivative, lib=_lib)
+
+
+# -------------------------------------------------------------------------------------------------------- host ops
+
+
+def describe_kernel(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+    channels_last: bool = True,
+) -> str:
+    """The tile menu's choice for a convolution, "family/target/tile", on a GPU of compute capability `capability`
+    (major * 10 + minor). A host function: needs the compiled library, not a GPU.
+
+    Raises:
+        RuntimeError: the compiled library is not loaded.
+    """
+    if not LIBRARY.loaded:
+        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}")
+    return _ops.describe_kernel.default(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability, channels_last
+    )
+
+
+assert {IDENTITY, SILU} == set(ACTIVATIONS.values())

@@ -1,0 +1,88 @@
+"""Every op of the package once more in plain differentiable PyTorch: the formulas that tests call the truth.
+
+Run in float64 these functions give the reference values; run in another dtype they are the stock Ultralytics
+computation, step by step. Nothing here is tuned. The ops use this file only to differentiate twice (``ops.py``).
+
+Shapes, as everywhere in the package: ``x`` (N, C, H, W), ``weight`` (K, C / groups, R, S), ``y`` and ``z``
+(N, K, P, Q), per-channel vectors (K,).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IDENTITY = 0
+SILU = 1
+ACTIVATIONS = {"identity": IDENTITY, "silu": SILU}
+
+
+def activate(u: Tensor, act: int) -> Tensor:
+    """Apply activation code `act` (``IDENTITY`` or ``SILU``) to `u`."""
+    return F.silu(u) if act == SILU else u
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Zero-padded 2-D convolution of `x`, `weight` and `bias` cast to `dtype`, as ``conv2d`` does under autocast."""
+    cast_bias = None if bias is None else bias.to(dtype)
+    return F.conv2d(x.to(dtype), weight.to(dtype), cast_bias, stride, padding, dilation, groups)
+
+
+def conv_bn_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Inference: ``act(bn(conv(x))) + residual`` with running statistics; no batch norm if `running_mean` is None."""
+    u = conv(x, weight, bias, stride, padding, dilation, groups, dtype)
+    if running_mean is not None:
+        u = F.batch_norm(u, running_mean, running_var, bn_weight, bn_bias, False, 0.0, eps)
+    y = activate(u, act)
+    return y if residual is None else y + residual
+
+
+def conv_bn_act_train(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training: ``act(bn(z)) + residual`` with the batch statistics of ``z = conv(x)``.
+
+    Returns `y`, `z`, and the mean and biased variance of `z` over (N, P, Q), in float32 at least.
+    """
+    z = conv(x, weight, bias, stride, padding, dilation, groups, dtype)
+    y = activate(F.batch_norm(z, None, None, bn_weight, bn_bias, True, 0.0, eps), act)
+    var, mean = torch.var_mean(z.to(torch.promote_types(z.dtype, torch.float32)), dim=(0, 2, 3), correction=0)
+    return (y if residual is None else y + residual), z, mean, var
