@@ -2,6 +2,7 @@
 # Writes build_info.h, which registration.cpp includes to say what was built, and build_info.cpp. Python computes the same hash of csrc/
 # (yolo12_fastconv._library.source_hash), to tell a library that is older than the sources beside it.
 
+get_filename_component(SOURCE_DIR "${SOURCE_DIR}" ABSOLUTE)
 file(GLOB_RECURSE files RELATIVE "${SOURCE_DIR}"
   "${SOURCE_DIR}/*.cpp" "${SOURCE_DIR}/*.cu" "${SOURCE_DIR}/*.h" "${SOURCE_DIR}/*.cuh"
   "${SOURCE_DIR}/CMakeLists.txt" "${SOURCE_DIR}/*.cmake" "${SOURCE_DIR}/*.sh")
