@@ -110,7 +110,7 @@ def _load() -> LibraryStatus:
         problem = file_problem(path, content)
     except OSError as error:
         return failed(f"{path} can't be read: {error.strerror}", path)
-    facts = _embedded_info(content)
+    facts = embedded_info(content)
     if problem:
         return failed(f"{path} {problem}", path)
     if facts.get("version") != yolo12_fastconv.__version__:
@@ -185,7 +185,7 @@ def _elf_problem(content: bytes) -> str | None:
     return None
 
 
-def _embedded_info(content: bytes) -> dict:
+def embedded_info(content: bytes) -> dict:
     """What a library file says about itself, as fields of `LibraryStatus`; empty if it says nothing."""
     found = _EMBEDDED_INFO.search(content)
     if not found:
