@@ -1,0 +1,640 @@
+"""Find the Ultralytics blocks of a model, swap their classes, report on them, and undo it.
+
+A swap is ``block.__class__ = FastConv``: the block stays the same object with the same parameters, buffers, hooks,
+names, tags (`i`, `f`, `type`, `np`), flags and attributes, and nothing of Ultralytics or PyTorch is edited.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from yolo12_fastconv import _compat, _config, blocks, ops
+from yolo12_fastconv.blocks import FAST, STOCK, Conv
+
+from ultralytics.engine.model import Model  # isort: skip  (blocks has checked that Ultralytics can be imported)
+
+__all__ = [
+    "LayerRow",
+    "PatchError",
+    "PatchReport",
+    "PatchSummary",
+    "patch_model",
+    "patch_modules",
+    "patch_report",
+    "unpatch_model",
+    "unpatch_modules",
+]
+
+Selector = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NOMINAL_MAP = 80
+"""Height and width of the input for which `patch_report` asks the tile menu: the report has no input to look at."""
+
+
+class PatchError(RuntimeError):
+    """A model cannot be patched; the message says why and what helps."""
+
+
+@dataclass
+class PatchSummary:
+    """What `patch_modules` did, by names of blocks."""
+
+    swapped: list[str] = field(default_factory=list)
+    """Blocks that this call swapped."""
+    already: list[str] = field(default_factory=list)
+    """Blocks that were patched before."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Blocks that stay stock, each with the reason."""
+
+    @property
+    def patched(self) -> int:
+        """Number of patched blocks after the call."""
+        return len(self.swapped) + len(self.already)
+
+    @property
+    def total(self) -> int:
+        """Number of `Conv` blocks, subclasses included."""
+        return self.patched + len(self.kept)
+
+    def reasons(self) -> str:
+        """Each distinct reason for keeping a block, with its count and first block."""
+        counts = Counter(self.kept.values())
+        first = {reason: name for name, reason in reversed(self.kept.items())}
+        return "; ".join(f"{count} kept: {reason} ({first[reason]})" for reason, count in counts.items())
+
+    def __str__(self) -> str:
+        text = f"{self.patched} of {self.total} Conv blocks patched"
+        if self.already:
+            text += f", {len(self.swapped)} of them new"
+        return f"{text}; {self.reasons()}" if self.kept else text
+
+
+def patch_model(
+    model: AnyModule,
+    *,
+    include: Selector = None,
+    exclude: Selector = None,
+    inplace: bool = True,
+    strict: bool = False,
+) -> AnyModule:
+    """Make every eligible `Conv` and `DWConv` block of a model run as one fused op, forward and backward.
+
+    The blocks' classes are swapped; parameters, buffers and everything else stay the same objects. Idempotent. A
+    patched `ultralytics.YOLO` also trains patched. Logs one line.
+
+    Args:
+        model: `ultralytics.YOLO` or another Ultralytics `Model`, a task model such as `DetectionModel`, or any module
+            that holds Ultralytics blocks or is one, fused or not, also wrapped by DistributedDataParallel,
+            DataParallel or ``torch.compile``.
+        include: blocks to patch: a name pattern ("model.0.*", as `fnmatch`), several, or a callable
+            ``(name, block) -> bool``; None means all. Names are those of `named_modules()` of the innermost model.
+        exclude: blocks to leave stock, in the same forms; it wins over `include`.
+        inplace: False copies the model and its weights first and patches the copy.
+        strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
+            anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
+
+    Returns:
+        `model`, or the patched copy.
+
+    Raises:
+        PatchError: nothing in the model can be patched, its model is an exported file, this Ultralytics computes
+            something else in `Conv`, or `strict` is set and a block would fall back.
+        TypeError: an argument of the wrong type.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be ultralytics.YOLO or a torch.nn.Module, got {type(model).__name__}: {model!r}"
+            + (f". Load it first: patch_model(YOLO({model!r}))" if isinstance(model, str) else "")
+        )
+    network = _network(model)
+    logger = _compat.get_logger()
+    if _config.disabled():
+        logger.info("yolo12_fastconv: %s is set, the model stays unpatched", _config.DISABLE)
+        return model if inplace else _copy(model)
+    # Everything that can fail comes before the first change.
+    plan = _plan(network, include, exclude, strict)
+    if not plan.patched:
+        raise PatchError(_nothing_to_patch(network, plan))
+    if not inplace:
+        model = _copy(model)
+        network = _network(model)
+    summary = patch_modules(network, include, exclude, strict)
+    if isinstance(model, Model):
+        from yolo12_fastconv import training
+
+        training.adopt(model)
+        model.predictor = None  # a cached predictor owns a copy of the unpatched model
+    logger.info("yolo12_fastconv: %s (%s)", summary, _served_by(network))
+    return model
+
+
+def unpatch_model(model: AnyModule) -> AnyModule:
+    """The exact inverse of `patch_model`: stock classes again, every tensor the same object. Logs one line.
+
+    Args:
+        model: as for `patch_model`. One that is not patched stays as it is.
+
+    Returns:
+        `model`.
+
+    Raises:
+        PatchError, TypeError: as `patch_model`, for a model that could not have been patched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be ultralytics.YOLO or a torch.nn.Module, got {type(model).__name__}: {model!r}"
+        )
+    count = unpatch_modules(_network(model))
+    if isinstance(model, Model):
+        from yolo12_fastconv import training
+
+        training.release(model)
+        model.predictor = None  # it owns a copy of the patched model
+    message = (
+        f"{count} Conv blocks are stock again"
+        if count
+        else "the model holds no patched block, nothing to undo"
+    )
+    _compat.get_logger().info("yolo12_fastconv: %s", message)
+    return model
+
+
+def patch_modules(
+    module: nn.Module, include: Selector = None, exclude: Selector = None, strict: bool = False
+) -> PatchSummary:
+    """Swap the eligible blocks of `module`: `patch_model` without log line, copy and YOLO objects.
+
+    Args: as `patch_model`.
+
+    Returns:
+        What was swapped and what was kept; a module without any block is no error here. With
+        YOLO12_FASTCONV_DISABLE set nothing is swapped.
+
+    Raises:
+        PatchError: this Ultralytics computes something else in `Conv`, or `strict` is set and a block would fall back.
+    """
+    network = _unwrap(module)
+    plan = _plan(network, include, exclude, strict)
+    swapped = set(plan.swapped)
+    patched = swapped | set(plan.already)
+    for name, block in network.named_modules():
+        if name not in patched:
+            continue
+        if name in swapped:
+            block.__class__ = FAST[type(block)]
+            _rebind_fused_forward(block)
+        if strict:
+            block.__dict__["_fc_strict"] = name
+    return plan
+
+
+def unpatch_modules(module: nn.Module) -> int:
+    """Give every patched block of `module` its stock class back; returns how many there were."""
+    count = 0
+    for block in _unwrap(module).modules():
+        if type(block) in STOCK:
+            block.__class__ = STOCK[type(block)]
+            for key in [key for key in vars(block) if key.startswith("_fc_")]:
+                del block.__dict__[key]
+            _rebind_fused_forward(block)
+            count += 1
+    return count
+
+
+# -------------------------------------------------------------------------------------------------------- selection
+
+
+def _plan(network: nn.Module, include: Selector, exclude: Selector, strict: bool) -> PatchSummary:
+    """What `patch_modules` would do. Changes nothing."""
+    summary = PatchSummary()
+    included = _Selection("include", include, default=True)
+    excluded = _Selection("exclude", exclude, default=False)
+    for name, block in network.named_modules():
+        if not isinstance(block, Conv):
+            continue
+        selected = included(name, block) & (not excluded(name, block))
+        if type(block) in STOCK:
+            summary.already.append(name)
+            continue
+        reason = _why_not(block)
+        if _config.disabled():
+            reason = f"{_config.DISABLE} is set"
+        elif reason is None and not selected:
+            reason = "left out by include or exclude"
+        elif reason is None and strict:
+            _require_kernel(name, block)
+        elif reason is not None and strict and selected and type(block) in FAST:
+            raise PatchError(f"strict: {name or type(block).__name__} cannot be patched: {reason}")
+        if reason is None:
+            summary.swapped.append(name)
+        else:
+            summary.kept[name] = reason
+    for selection in (included, excluded):
+        selection.warn_about_unused()
+    if summary.swapped:
+        stocks: set[Any] = {type(network.get_submodule(name)) for name in summary.swapped}
+        for stock in stocks:
+            _check_formula(stock, stock.forward, stock.forward_fuse)
+    return summary
+
+
+class _Selection:
+    """`include` or `exclude`, as a function of a block's name and the block."""
+
+    def __init__(self, argument: str, selector: Selector, default: bool) -> None:
+        self.argument = argument
+        self.default = default
+        self.function: Callable[[str, nn.Module], bool] | None = None
+        self.patterns: list[str] = []
+        self.used: set[str] = set()
+        if selector is None:
+            return
+        if isinstance(selector, str):
+            self.patterns = [selector]
+        elif callable(selector):
+            self.function = selector
+        else:
+            self.patterns = list(selector) if isinstance(selector, Iterable) else [selector]
+            for pattern in self.patterns:
+                if not isinstance(pattern, str):
+                    raise TypeError(
+                        f"{argument} must be a name pattern, several, or a callable (name, block) -> bool, "
+                        f"got {selector!r}"
+                    )
+        self.default = False
+
+    def __call__(self, name: str, block: nn.Module) -> bool:
+        if self.function is not None:
+            return bool(self.function(name, block))
+        matching = [pattern for pattern in self.patterns if fnmatch.fnmatchcase(name, pattern)]
+        self.used.update(matching)
+        return bool(matching) or self.default
+
+    def warn_about_unused(self) -> None:
+        for pattern in self.patterns:
+            if pattern not in self.used:
+                _compat.get_logger().warning(
+                    "yolo12_fastconv: %s=%r matches no Conv block", self.argument, pattern
+                )
+
+
+def _why_not(block: Conv) -> str | None:
+    """Why a stock block cannot be patched, or cannot run as the fused op now; None if nothing speaks against it."""
+    if type(block) not in FAST:
+        return f"{type(block).__name__} is a subclass of Conv with a forward of its own"
+    children = set(block._modules)
+    if not {"conv", "act"} <= children:
+        return f"has no child {' and '.join(sorted({'conv', 'act'} - children))}"
+    if children - {"conv", "bn", "act"}:
+        return f"has children besides conv, bn and act: {', '.join(sorted(children - {'conv', 'bn', 'act'}))}"
+    forward = vars(block).get("forward")
+    if forward is not None and not _is_fused_forward(block, forward):
+        return "has a forward of its own (an instance attribute)"
+    if forward is None and "bn" not in children:
+        return "has no child bn, and was not fused by Ultralytics"
+    devices = _devices(block)
+    if len(devices) > 1:
+        return f"its tensors are on different devices: {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def _devices(block: nn.Module) -> set[torch.device]:
+    # Where a stock block needs its tensors together; the counter of batches may be anywhere.
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    return {tensor.device for name, tensor in tensors if not name.endswith("num_batches_tracked")}
+
+
+def _require_kernel(name: str, block: Any) -> None:
+    """Raise PatchError if `block` cannot run on a CUDA kernel, now or after a move to the GPU of this machine."""
+    reason = _structure_reason(block)
+    if reason is None:
+        weight = block.conv.weight
+        device = weight.device
+        if device.type == "cpu":  # most models are patched before Ultralytics moves them
+            if not ops.LIBRARY.loaded:
+                reason = ops.LIBRARY.reason
+            elif not torch.cuda.is_available():
+                reason = "no CUDA device is available"
+            else:
+                device = torch.device("cuda", torch.cuda.current_device())
+        if reason is None:
+            reason = blocks.kernel_reason(device, weight.dtype)
+    if reason is not None:
+        raise PatchError(f"strict: {name or type(block).__name__} cannot run on a CUDA kernel: {reason}")
+
+
+def _structure_reason(block: Any) -> str | None:
+    return blocks.structure_reason(block.conv, block._modules.get("bn"), block.act)
+
+
+def _is_fused_forward(block: nn.Module, forward: Any) -> bool:
+    """Whether `forward` is the block's own `forward_fuse`, as Ultralytics' ``fuse()`` leaves it."""
+    functions = (Conv.forward_fuse, blocks.FastConv.forward_fuse)
+    return getattr(forward, "__self__", None) is block and getattr(forward, "__func__", None) in functions
+
+
+def _rebind_fused_forward(block: Any) -> None:
+    # The instance attribute that `fuse()` left is bound to the former class's function, and hides the class's own.
+    forward = vars(block).get("forward")
+    if forward is not None and _is_fused_forward(block, forward):
+        block.forward = block.forward_fuse
+
+
+def _unwrap(module: Any) -> nn.Module:
+    """The innermost module of DistributedDataParallel, DataParallel and ``torch.compile`` wrappers."""
+    while True:
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(vars(module).get("_modules", {}).get("_orig_mod"), nn.Module):
+            module = module._modules["_orig_mod"]
+        else:
+            return module
+
+
+def _network(model: nn.Module) -> nn.Module:
+    """The module whose blocks are patched: of an Ultralytics `Model` its `model`, else the unwrapped `model`."""
+    if not isinstance(model, Model):
+        return _unwrap(model)
+    network = model.model
+    if not isinstance(network, nn.Module):
+        raise PatchError(
+            f"{type(model).__name__} holds {network!r}, an exported model or none, and no PyTorch layers: "
+            "patch the .pt or .yaml model it was made from"
+        )
+    return _unwrap(network)
+
+
+def _copy(model: AnyModule) -> AnyModule:
+    if not isinstance(model, Model):
+        return copy.deepcopy(model)
+    # Predictor and trainer own further models, threads and locks, and start anew on the copy.
+    kept = model.predictor, model.trainer
+    model.predictor = model.trainer = None
+    try:
+        return copy.deepcopy(model)
+    finally:
+        model.predictor, model.trainer = kept
+
+
+def _nothing_to_patch(network: nn.Module, plan: PatchSummary) -> str:
+    if not plan.total:
+        return (
+            f"{type(network).__name__} holds no Ultralytics Conv block, nothing to patch. Give patch_model a YOLO "
+            "object, a task model, or a module with blocks of ultralytics.nn.modules"
+        )
+    return (
+        f"none of the {plan.total} Conv blocks of {type(network).__name__} can be patched: {plan.reasons()}"
+    )
+
+
+def _served_by(network: nn.Module) -> str:
+    """What computes the patched blocks, for the log line."""
+    if not ops.LIBRARY.loaded:
+        return f"ATen fallback: {ops.LIBRARY.reason}"
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        reason = blocks.kernel_reason(device, torch.float32)
+        return f"ATen fallback: {reason}" if reason else f"CUDA library for {' '.join(ops.LIBRARY.arch_list)}"
+    return f"on {device.type}: ATen; CUDA library for {' '.join(ops.LIBRARY.arch_list)} loaded"
+
+
+# ------------------------------------------------------------------------------------------------------- formula
+
+
+def _expected_forward(self, x):
+    return self.act(self.bn(self.conv(x)))
+
+
+def _expected_forward_fuse(self, x):
+    return self.act(self.conv(x))
+
+
+@functools.lru_cache(maxsize=16)
+def _check_formula(stock: Any, forward: Callable, forward_fuse: Callable) -> None:
+    """Raise PatchError unless `forward` and `forward_fuse` of `stock` compute what the fused op computes.
+
+    The two functions are part of the cache's key: one that is replaced is looked at again.
+    """
+    if _same_code(forward, _expected_forward) and _same_code(forward_fuse, _expected_forward_fuse):
+        return
+    try:
+        same = _same_numbers(stock)
+    except Exception as error:
+        raise PatchError(_formula_message(stock, f"raises {type(error).__name__}: {error}")) from error
+    if not same:
+        raise PatchError(_formula_message(stock, "computes something else"))
+
+
+def _formula_message(stock: type[nn.Module], what: str) -> str:
+    import ultralytics
+
+    return (
+        f"{stock.__name__} of Ultralytics {ultralytics.__version__} {what} where act(bn(conv(x))) was expected, so its "
+        f"blocks stay unpatched. Tested with Ultralytics {_compat.ULTRALYTICS_TESTED}; was the class modified?"
+    )
+
+
+def _same_code(function: Callable, expected: Callable) -> bool:
+    code, other = getattr(function, "__code__", None), expected.__code__
+    return code is not None and code.co_code == other.co_code and code.co_names == other.co_names
+
+
+def _same_numbers(stock: Any) -> bool:
+    """Whether a small block of `stock` computes the expected formula, in training and evaluation and when fused."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        block = stock(4, 8, 3, 2).double()
+        for tensor in (block.bn.weight, block.bn.bias, block.bn.running_mean, block.bn.running_var):
+            torch.nn.init.uniform_(tensor, 0.5, 1.5)
+        x = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+        for act in (nn.SiLU(), nn.Identity(), nn.ReLU()):
+            block.act = act
+            for training in (True, False):
+                block.train(training)
+                twin = copy.deepcopy(block)
+                pairs = [(block.forward(x), _expected_forward(twin, x))]
+                pairs += zip(block.buffers(), twin.buffers(), strict=True)
+                pairs.append((block.forward_fuse(x), _expected_forward_fuse(twin, x)))
+                if not all(torch.equal(ours, expected) for ours, expected in pairs):
+                    return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One convolution of a model."""
+
+    name: str
+    layer: str
+    """Class of the block or layer."""
+    geometry: str
+    """As "3x3 s2 p1 d1 g1, 16→32"."""
+    act: str
+    bn: bool
+    """Whether a batch norm is there: not after ``fuse()``, and not for a bare convolution."""
+    patched: bool
+    reason: str
+    """Why the layer computes as stock; empty for one that runs as the fused op."""
+    kernel: str
+    """What computes it: the tile menu's choice, or "ATen" and why; empty for stock layers."""
+
+
+class PatchReport:
+    """What became of each convolution of a model, as `LayerRow` objects: iterable, printable, as JSON or Markdown."""
+
+    def __init__(self, rows: list[LayerRow], served_by: str) -> None:
+        self.rows = rows
+        self.served_by = served_by
+        """What computes the patched blocks, in words."""
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def summary(self) -> str:
+        """Counts of fused, patched and stock layers, each distinct reason with its count, and what computes."""
+        fused = [row for row in self.rows if row.patched and not row.reason]
+        lines = [f"{len(fused)} of {len(self.rows)} convolutions run as the fused op ({self.served_by})"]
+        stock = Counter(row.reason for row in self.rows if row.reason)
+        lines += [f"  {count} as stock: {reason}" for reason, count in stock.most_common()]
+        kernels = Counter(row.kernel for row in fused)
+        lines += [f"  {count} by {kernel}" for kernel, count in kernels.most_common()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The rows, the summary's first line and versions, as a JSON object."""
+        return json.dumps(
+            {"served_by": self.served_by, "rows": [asdict(row) for row in self.rows]},
+            indent=1,
+            ensure_ascii=False,
+        )
+
+    def to_markdown(self) -> str:
+        """The rows as a Markdown table."""
+        header = ("layer", "class", "geometry", "act", "BN", "runs as", "kernel")
+        cells = [header, tuple("---" for _ in header), *(_cells(row) for row in self.rows)]
+        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in cells)
+
+    def __str__(self) -> str:
+        header = ("layer", "class", "geometry", "act", "BN", "runs as", "kernel")
+        table = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        return "\n".join([*lines, self.summary()])
+
+
+def _cells(row: LayerRow) -> tuple[str, ...]:
+    runs = f"stock: {row.reason}" if row.reason else "fused op"
+    return (
+        row.name or "(model)",
+        row.layer,
+        row.geometry,
+        row.act,
+        "yes" if row.bn else "no",
+        runs,
+        row.kernel,
+    )
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """One row for each convolution of a model: what it is, whether it is patched or why not, which kernel serves it.
+
+    Reads the live state: a block with a hook on a child, for example, is patched and computes as stock, and says so.
+    On CUDA the kernel is the tile menu's choice for one channels_last image of 80 by 80 at this layer.
+
+    Args:
+        model: as for `patch_model`; patched or not.
+
+    Raises:
+        PatchError, TypeError: as `patch_model`, for a model that could not have been patched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be ultralytics.YOLO or a torch.nn.Module, got {type(model).__name__}: {model!r}"
+        )
+    network = _network(model)
+    rows: list[LayerRow] = []
+    inside: set[int] = set()  # convolutions that belong to a block with a row of its own
+    for name, module in network.named_modules():
+        own = [child for child in module.children() if isinstance(child, _CONVOLUTIONS)]
+        if own and (isinstance(module, Conv) or type(module).__module__ == Conv.__module__):
+            inside.update(map(id, own))
+            rows.append(_row(name, module, own[0]))
+        elif isinstance(module, _CONVOLUTIONS) and id(module) not in inside:
+            rows.append(_row(name, module, module))
+    return PatchReport(rows, _served_by(network))
+
+
+def _row(name: str, layer: nn.Module, conv: nn.Module) -> LayerRow:
+    patched = type(layer) in STOCK
+    reason = _stock_row_reason(layer)
+    act = "-" if layer is conv else type(layer._modules.get("act")).__name__
+    bn = layer is not conv and layer._modules.get("bn") is not None
+    kernel = _kernel(conv) if patched and not reason else ""
+    return LayerRow(name, type(layer).__name__, _geometry(conv), act, bn, patched, reason, kernel)
+
+
+def _stock_row_reason(layer: nn.Module) -> str:
+    if type(layer) in STOCK:
+        if _config.disabled():
+            return f"{_config.DISABLE} is set"
+        forward = vars(layer).get("forward")
+        if forward is not None and not _is_fused_forward(layer, forward):
+            return "has a forward of its own (an instance attribute)"
+        return _structure_reason(layer) or ""
+    if not isinstance(layer, Conv):
+        return f"{type(layer).__name__} is no Conv block"
+    return _why_not(layer) or "not patched"
+
+
+def _geometry(conv: Any) -> str:
+    def pair(value: Any) -> str:
+        return (
+            str(value[0])
+            if isinstance(value, tuple) and len(set(value)) == 1
+            else str(value).replace(" ", "")
+        )
+
+    kernel = "x".join(map(str, conv.kernel_size))
+    return (
+        f"{kernel} s{pair(conv.stride)} p{pair(conv.padding)} d{pair(conv.dilation)} g{conv.groups}, "
+        f"{conv.in_channels}→{conv.out_channels}"
+    )
+
+
+def _kernel(conv: Any) -> str:
+    weight = conv.weight
+    if weight.device.type != "cuda":
+        return f"ATen ({weight.device.type})"
+    reason = blocks.kernel_reason(weight.device, weight.dtype)
+    if reason:
+        return f"ATen: {reason}"
+    major, minor = torch.cuda.get_device_capability(weight.device)
+    return ops.describe_kernel(
+        (1, weight.shape[1] * conv.groups, _NOMINAL_MAP, _NOMINAL_MAP),
+        tuple(weight.shape),
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        weight.dtype,
+        tf32=ops.allow_tf32(weight.device, weight.dtype),
+        capability=major * 10 + minor,
+    )
