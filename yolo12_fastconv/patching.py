@@ -57,6 +57,8 @@ class PatchSummary:
     """Blocks that were patched before."""
     kept: dict[str, str] = field(default_factory=dict)
     """Blocks that stay stock, each with the reason."""
+    strict: list[str] = field(default_factory=list)
+    """Patched blocks that this call set to raise instead of falling back."""
 
     @property
     def patched(self) -> int:
@@ -119,6 +121,7 @@ def patch_model(
             + (f". Load it first: patch_model(YOLO({model!r}))" if isinstance(model, str) else "")
         )
     network = _network(model)
+    include, exclude = _several(include), _several(exclude)
     logger = _compat.get_logger()
     if _config.disabled():
         logger.info("yolo12_fastconv: %s is set, the model stays unpatched", _config.DISABLE)
@@ -130,13 +133,13 @@ def patch_model(
     if not inplace:
         model = _copy(model)
         network = _network(model)
-    summary = patch_modules(network, include, exclude, strict)
+    _apply(network, plan)
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
-        training.adopt(model)
+        training.adopt(model, include=include, exclude=exclude, strict=strict)
         model.predictor = None  # a cached predictor owns a copy of the unpatched model
-    logger.info("yolo12_fastconv: %s (%s)", summary, _served_by(network))
+    logger.info("yolo12_fastconv: %s (%s)", plan, _served_by(network))
     return model
 
 
@@ -186,17 +189,8 @@ def patch_modules(
         PatchError: this Ultralytics computes something else in `Conv`, or `strict` is set and a block would fall back.
     """
     network = _unwrap(module)
-    plan = _plan(network, include, exclude, strict)
-    swapped = set(plan.swapped)
-    patched = swapped | set(plan.already)
-    for name, block in network.named_modules():
-        if name not in patched:
-            continue
-        if name in swapped:
-            block.__class__ = FAST[type(block)]
-            _rebind_fused_forward(block)
-        if strict:
-            block.__dict__["_fc_strict"] = name
+    plan = _plan(network, _several(include), _several(exclude), strict)
+    _apply(network, plan)
     return plan
 
 
@@ -221,33 +215,61 @@ def _plan(network: nn.Module, include: Selector, exclude: Selector, strict: bool
     summary = PatchSummary()
     included = _Selection("include", include, default=True)
     excluded = _Selection("exclude", exclude, default=False)
+    stocks: set[Any] = set()
     for name, block in network.named_modules():
         if not isinstance(block, Conv):
             continue
-        selected = included(name, block) & (not excluded(name, block))
+        # Both are asked about every block, so that each pattern which matches nothing can be named.
+        wanted, unwanted = included(name, block), excluded(name, block)
         if type(block) in STOCK:
             summary.already.append(name)
-            continue
-        reason = _why_not(block)
-        if _config.disabled():
+            reason = None
+        elif _config.disabled():
             reason = f"{_config.DISABLE} is set"
-        elif reason is None and not selected:
+        elif unwanted or not wanted:
             reason = "left out by include or exclude"
-        elif reason is None and strict:
-            _require_kernel(name, block)
-        elif reason is not None and strict and selected and type(block) in FAST:
-            raise PatchError(f"strict: {name or type(block).__name__} cannot be patched: {reason}")
-        if reason is None:
-            summary.swapped.append(name)
         else:
+            reason = _why_not(block)
+        if reason is not None:
             summary.kept[name] = reason
+        elif type(block) in FAST:
+            summary.swapped.append(name)
+            stocks.add(type(block))
+        if strict and wanted and not unwanted and type(block) in (*FAST, *STOCK) and not _config.disabled():
+            reason = reason or _no_kernel_reason(block)
+            if reason is not None:
+                raise PatchError(
+                    f"strict: nothing was patched, since {name or type(block).__name__} cannot run on a CUDA kernel: "
+                    f"{reason}"
+                )
+            summary.strict.append(name)
     for selection in (included, excluded):
         selection.warn_about_unused()
-    if summary.swapped:
-        stocks: set[Any] = {type(network.get_submodule(name)) for name in summary.swapped}
-        for stock in stocks:
-            _check_formula(stock, stock.forward, stock.forward_fuse)
+    for stock in stocks:
+        _check_formula(stock, stock.forward, stock.forward_fuse)
     return summary
+
+
+def _apply(network: nn.Module, plan: PatchSummary) -> None:
+    modules: dict[str, Any] = dict(network.named_modules())
+    for name in plan.swapped:
+        block = modules[name]
+        block.__class__ = FAST[type(block)]
+        _rebind_fused_forward(block)
+    for name in plan.strict:
+        modules[name]._fc_strict = name or type(modules[name]).__name__
+
+
+def _several(selector: Selector) -> Selector:
+    """`selector` in a form that can be used more than once: an iterable of patterns becomes a tuple."""
+    if (
+        selector is None
+        or isinstance(selector, str)
+        or callable(selector)
+        or not isinstance(selector, Iterable)
+    ):
+        return selector
+    return tuple(selector)
 
 
 class _Selection:
@@ -267,12 +289,11 @@ class _Selection:
             self.function = selector
         else:
             self.patterns = list(selector) if isinstance(selector, Iterable) else [selector]
-            for pattern in self.patterns:
-                if not isinstance(pattern, str):
-                    raise TypeError(
-                        f"{argument} must be a name pattern, several, or a callable (name, block) -> bool, "
-                        f"got {selector!r}"
-                    )
+            if not all(isinstance(pattern, str) for pattern in self.patterns):
+                raise TypeError(
+                    f"{argument} must be a name pattern, several, or a callable (name, block) -> bool, "
+                    f"got {selector!r}"
+                )
         self.default = False
 
     def __call__(self, name: str, block: nn.Module) -> bool:
@@ -316,23 +337,19 @@ def _devices(block: nn.Module) -> set[torch.device]:
     return {tensor.device for name, tensor in tensors if not name.endswith("num_batches_tracked")}
 
 
-def _require_kernel(name: str, block: Any) -> None:
-    """Raise PatchError if `block` cannot run on a CUDA kernel, now or after a move to the GPU of this machine."""
+def _no_kernel_reason(block: Any) -> str | None:
+    """Why `block` cannot run on a CUDA kernel, now or after a move to the GPU of this machine; None if it can."""
     reason = _structure_reason(block)
-    if reason is None:
-        weight = block.conv.weight
-        device = weight.device
-        if device.type == "cpu":  # most models are patched before Ultralytics moves them
-            if not ops.LIBRARY.loaded:
-                reason = ops.LIBRARY.reason
-            elif not torch.cuda.is_available():
-                reason = "no CUDA device is available"
-            else:
-                device = torch.device("cuda", torch.cuda.current_device())
-        if reason is None:
-            reason = blocks.kernel_reason(device, weight.dtype)
     if reason is not None:
-        raise PatchError(f"strict: {name or type(block).__name__} cannot run on a CUDA kernel: {reason}")
+        return reason
+    device = block.conv.weight.device
+    if device.type == "cpu":  # most models are patched before Ultralytics moves them
+        if not ops.LIBRARY.loaded:
+            return ops.LIBRARY.reason
+        if not torch.cuda.is_available():
+            return "no CUDA device is available"
+        device = torch.device("cuda", torch.cuda.current_device())
+    return blocks.kernel_reason(device, block.conv.weight.dtype)
 
 
 def _structure_reason(block: Any) -> str | None:
@@ -600,7 +617,7 @@ def _stock_row_reason(layer: nn.Module) -> str:
             return "has a forward of its own (an instance attribute)"
         return _structure_reason(layer) or ""
     if not isinstance(layer, Conv):
-        return f"{type(layer).__name__} is no Conv block"
+        return f"{type(layer).__name__}, not a Conv block"
     return _why_not(layer) or "not patched"
 
 
