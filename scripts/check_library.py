@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from yolo12_fastconv import _library
 
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
 HOT = ("implicit_gemm", "depthwise", "pointwise", "stem")
 TENSOR_CORE_FAMILY = "implicit_gemm"
 TENSOR_CORE_INSTRUCTION = re.compile(r"\b(HMMA|HGMMA)\b")
@@ -59,12 +61,16 @@ def find_cuobjdump() -> Path:
 
 
 def check_file(library: Path, content: bytes) -> Iterator[str]:
-    """Damage, and an architecture list that is missing."""
+    """Damage, and what the file says about itself."""
     problem = _library.file_problem(library, content)
     if problem:
         yield f"{library} {problem}"
-    if not _library.embedded_info(content).get("arch_list"):
+    info = _library.embedded_info(content)
+    if not info.get("arch_list"):
         yield f"{library} does not say which architectures it was built for"
+    sources = _library.source_hash(CSRC)
+    if info.get("source_hash") != sources:
+        yield f"was built from sources with the hash {info.get('source_hash')}, csrc/ has {sources}"
 
 
 def check_links(library: Path) -> Iterator[str]:

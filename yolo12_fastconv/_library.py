@@ -123,7 +123,9 @@ def _load() -> LibraryStatus:
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
-        return failed(f"{path} can't be loaded: {str(error).splitlines()[0]}", path)
+        # PyTorch wraps the linker's sentence in one that says less.
+        sentence = str(error.__cause__ or error).splitlines()[0]
+        return failed(f"{path} can't be loaded: {sentence}", path)
     return LibraryStatus(True, str(path), "", tuple(tried), **facts)
 
 
@@ -157,7 +159,7 @@ def _elf_problem(content: bytes) -> str | None:
     machine = {"x86_64": 62, "aarch64": 183}.get(platform.machine())
     size = len(content)
     try:
-        if content[4:6] != b"\x02\x01":
+        if size > 5 and content[4:6] != b"\x02\x01":
             return "not a 64-bit little-endian file"
         kind, its_machine = struct.unpack_from("<HH", content, 16)
         segments_at, sections_at = struct.unpack_from("<QQ", content, 32)
