@@ -47,7 +47,7 @@ SCHEMAS = {
     ),
     # Which kernel serves a convolution, as "family/target/tile": the library's tile menu, a pure host function.
     "describe_kernel": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups,"
-    " ScalarType dtype, bool allow_tf32, int capability, bool channels_last) -> str",
+    " ScalarType dtype, bool allow_tf32, int capability) -> str",
     # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
     "library_info": "() -> str",
 }
@@ -438,7 +438,6 @@ def describe_kernel(
     *,
     tf32: bool,
     capability: int,
-    channels_last: bool = True,
 ) -> str:
     """The tile menu's choice for a convolution, "family/target/tile", on a GPU of compute capability `capability`
     (major * 10 + minor). A host function: needs the compiled library, not a GPU.
@@ -449,7 +448,7 @@ def describe_kernel(
     if not LIBRARY.loaded:
         raise RuntimeError(f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}")
     return _ops.describe_kernel.default(
-        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability, channels_last
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )
 
 

@@ -1,0 +1,28 @@
+// The launchers of all kernel families: what host code may call. Each throws std::runtime_error on a case it has no
+// kernel for and on a failed launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "args.h"
+#include "tile_menu.h"
+
+namespace yolo12_fastconv {
+
+// Dense convolution on tensor cores (groups = 1): half, bfloat16, or float in TF32. kernels/implicit_gemm.cu
+void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cudaStream_t stream);
+// One filter per channel, 3x3, 5x5 or 7x7, stride 1 or 2, NHWC. kernels/depthwise.cu
+void depthwise(const ConvArgs& args, DType dtype, cudaStream_t stream);
+// Any convolution, any strides, x and weight in dtypes of their own. kernels/direct.cu
+void direct(const ConvArgs& args, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream);
+// Layout and dtype copies. kernels/pack.cu
+void pack(const PackArgs& args, cudaStream_t stream);
+
+// Batch norm. kernels/batch_norm.cu
+int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype);
+void batch_norm_stats(const BatchNormStatsArgs& args, DType dtype, cudaStream_t stream);
+void batch_norm_act(const BatchNormActArgs& args, DType dtype, cudaStream_t stream);
+void batch_norm_backward(const BatchNormBackwardArgs& args, DType dtype, cudaStream_t stream);
+void update_running_stats(const RunningStatsArgs& args, cudaStream_t stream);
+
+}  // namespace yolo12_fastconv

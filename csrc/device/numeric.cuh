@@ -1,0 +1,109 @@
+// Conversions, SiLU and its derivative, and the fold of batch norm into one scale and shift.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "args.h"
+
+namespace yolo12_fastconv {
+
+// The type that sums and per-channel values of T are computed in.
+template <class T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <class T>
+using Accumulator = typename AccumulatorOf<T>::type;
+
+template <class To, class From>
+__device__ __forceinline__ To convert(From value) {
+  if constexpr (std::is_same_v<To, From>) {
+    return value;
+  } else if constexpr (std::is_same_v<To, double>) {
+    if constexpr (std::is_same_v<From, float>) {
+      return static_cast<double>(value);
+    } else {
+      return static_cast<double>(static_cast<float>(value));
+    }
+  } else if constexpr (std::is_same_v<To, float>) {
+    return static_cast<float>(value);
+  } else if constexpr (std::is_same_v<From, double>) {  // one rounding, not two
+    if constexpr (std::is_same_v<To, __half>) {
+      return __double2half(value);
+    } else {
+      return __double2bfloat16(value);
+    }
+  } else if constexpr (std::is_same_v<To, __half>) {
+    return __float2half_rn(static_cast<float>(value));
+  } else {
+    return __float2bfloat16_rn(static_cast<float>(value));
+  }
+}
+
+// One element of a per-channel vector, whatever its dtype. The branch is uniform over the whole grid.
+template <class Acc>
+__device__ __forceinline__ Acc load_channel(const ChannelVector& v, int channel, Acc absent) {
+  if (v.data == nullptr) return absent;
+  switch (v.dtype) {
+    case DType::kFloat16: return convert<Acc>(static_cast<const __half*>(v.data)[channel]);
+    case DType::kBFloat16: return convert<Acc>(static_cast<const __nv_bfloat16*>(v.data)[channel]);
+    case DType::kFloat32: return convert<Acc>(static_cast<const float*>(v.data)[channel]);
+    default: return convert<Acc>(static_cast<const double*>(v.data)[channel]);
+  }
+}
+
+template <class Acc>
+struct ScaleShift {
+  Acc scale, shift;
+};
+
+// scale = gamma / sqrt(var + eps), shift = beta + (bias - mean) * scale, in Acc: a fold in half loses bits, and
+// overflows for var > 65504.
+template <class Acc>
+__device__ __forceinline__ ScaleShift<Acc> fold(const Affine& a, int channel) {
+  const Acc bias = load_channel<Acc>(a.bias, channel, Acc(0));
+  if (a.mean.data == nullptr) return {Acc(1), bias};
+  const Acc invstd = Acc(1) / sqrt(load_channel<Acc>(a.var, channel, Acc(1)) + Acc(a.eps));
+  const Acc scale = load_channel<Acc>(a.gamma, channel, Acc(1)) * invstd;
+  const Acc shift = load_channel<Acc>(a.beta, channel, Acc(0)) + (bias - load_channel<Acc>(a.mean, channel, Acc(0))) * scale;
+  return {scale, shift};
+}
+
+// 1 / (1 + exp(-u)). kFast: ex2.approx and rcp.approx; the error grows with |u| to 2 + 1.2 |u| ulp of float, that is
+// 2^-18 relative at |u| = 40, far under half rounding (2^-11). Infinite and NaN inputs give what the exact formula gives.
+template <bool kFast, class Acc>
+__device__ __forceinline__ Acc sigmoid(Acc u) {
+  if constexpr (std::is_same_v<Acc, double>) {
+    return 1.0 / (1.0 + exp(-u));
+  } else if constexpr (kFast) {
+    return __fdividef(1.0f, 1.0f + __expf(-u));
+  } else {
+    return 1.0f / (1.0f + expf(-u));
+  }
+}
+
+// Half outputs take the fast sigmoid, float and double the exact one.
+template <class T>
+constexpr bool kFastSigmoid = sizeof(T) == 2;
+
+template <class T, class Acc>
+__device__ __forceinline__ Acc activate(Acc u, Act act) {
+  return act == Act::kSilu ? u * sigmoid<kFastSigmoid<T>>(u) : u;
+}
+
+// d act(u) / du
+template <class T, class Acc>
+__device__ __forceinline__ Acc activate_gradient(Acc u, Act act) {
+  if (act != Act::kSilu) return Acc(1);
+  const Acc s = sigmoid<kFastSigmoid<T>>(u);
+  return s * (Acc(1) + u * (Acc(1) - s));
+}
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,193 @@
+#include "convolution.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+#include <string>
+
+#include "kernels.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+std::string text(const std::vector<int64_t>& values) {
+  std::string joined = "(";
+  for (size_t i = 0; i < values.size(); ++i) joined += (i ? ", " : "") + std::to_string(values[i]);
+  return joined + ")";
+}
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+int narrow(int64_t value, const char* what) {
+  if (value < 0 || value > std::numeric_limits<int>::max()) fail(what, " is ", value, ", which does not fit 31 bits");
+  return static_cast<int>(value);
+}
+
+void check_pair(const char* name, const std::vector<int64_t>& pair, int64_t least) {
+  if (pair.size() != 2 || pair[0] < least || pair[1] < least) {
+    fail(name, " must be two integers >= ", least, ", got ", text(pair));
+  }
+}
+
+// Rows of pixels that 16-byte copies can read: channels adjacent, everything else in whole chunks.
+bool has_aligned_rows(const Tensor& x, DType dtype) {
+  const int64_t lanes = 16 / size_of(dtype);
+  const auto size = x.sizes();
+  const auto stride = x.strides();
+  const auto aligned = [&](int dim) { return size[dim] == 1 || (stride[dim] % lanes == 0 && stride[dim] > 0); };
+  return dtype_of(x.scalar_type()) == dtype && (size[1] == 1 || stride[1] == 1) && aligned(0) && aligned(2) &&
+         aligned(3) && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+}
+
+// The implicit GEMM multiplies strides by positions in 32 bits, and positions reach into the padding.
+bool has_short_strides(const Tensor& x, const ConvShape& s) {
+  const Strides stride = strides_of(x);
+  const int64_t plane = int64_t(s.out_h) * s.out_w;
+  return ((128 + plane - 1) / plane + 1) * stride.n + (int64_t(s.in_h) + 2 * s.pad_h) * stride.h +
+             (int64_t(s.in_w) + 2 * s.pad_w) * stride.w <
+         std::numeric_limits<int>::max();
+}
+
+}  // namespace
+
+ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size,
+                     const Geometry& g) {
+  if (x_size.size() != 4) fail("x must be (N, C, H, W), got ", text(x_size));
+  if (weight_size.size() != 4) fail("weight must be (K, C / groups, R, S), got ", text(weight_size));
+  check_pair("stride", g.stride, 1);
+  check_pair("padding", g.padding, 0);
+  check_pair("dilation", g.dilation, 1);
+  if (g.groups < 1) fail("groups must be positive, got ", g.groups);
+  if (x_size[1] != weight_size[1] * g.groups) {
+    fail("x has ", x_size[1], " channels, but weight ", text(weight_size), " with groups=", g.groups, " takes ",
+         weight_size[1] * g.groups);
+  }
+  if (weight_size[0] % g.groups != 0) {
+    fail("weight has ", weight_size[0], " output channels, not a multiple of groups=", g.groups);
+  }
+  int64_t out[2];
+  for (int axis = 0; axis < 2; ++axis) {
+    const int64_t size = x_size[2 + axis] + 2 * g.padding[axis];
+    const int64_t extent = g.dilation[axis] * (weight_size[2 + axis] - 1) + 1;
+    if (size < extent) fail("padded input size ", size, " is smaller than the kernel's extent ", extent);
+    out[axis] = (size - extent) / g.stride[axis] + 1;
+  }
+  ConvShape s;
+  s.batch = narrow(x_size[0], "batch");
+  s.in_channels = narrow(x_size[1], "channels");
+  s.in_h = narrow(x_size[2], "height");
+  s.in_w = narrow(x_size[3], "width");
+  s.out_channels = narrow(weight_size[0], "output channels");
+  s.out_h = narrow(out[0], "output height");
+  s.out_w = narrow(out[1], "output width");
+  s.kernel_h = narrow(weight_size[2], "kernel height");
+  s.kernel_w = narrow(weight_size[3], "kernel width");
+  s.stride_h = narrow(g.stride[0], "stride");
+  s.stride_w = narrow(g.stride[1], "stride");
+  s.pad_h = narrow(g.padding[0], "padding");
+  s.pad_w = narrow(g.padding[1], "padding");
+  s.dilation_h = narrow(g.dilation[0], "dilation");
+  s.dilation_w = narrow(g.dilation[1], "dilation");
+  s.groups = narrow(g.groups, "groups");
+  return s;
+}
+
+Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32)
+    : x_(x),
+      weight_(weight),
+      shape_(conv_shape(sizes_of(x), sizes_of(weight), geometry)),
+      dtype_(dtype),
+      allow_tf32_(allow_tf32),
+      stream_(current_stream(x)) {
+  if (!weight.is_cuda() || weight.get_device_index() != x.get_device_index()) {
+    fail("x is on cuda:", x.get_device_index(), ", weight is not: move one of them");
+  }
+  dtype_of(x.scalar_type());  // raises for integers
+  dtype_of(weight.scalar_type());
+}
+
+Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual) const {
+  const ConvShape& s = shape_;
+  Tensor y = empty_channels_last(x_, s.batch, s.out_channels, s.out_h, s.out_w, dtype_);
+  ConvArgs args;
+  args.shape = s;
+  args.x = x_.const_data_ptr();
+  args.x_strides = strides_of(x_);
+  args.weight = weight_.const_data_ptr();
+  args.weight_strides = strides_of(weight_);
+  args.y = y.mutable_data_ptr();
+  args.residual = nullptr;
+  args.residual_strides = {};
+  args.affine = affine;
+  args.act = act;
+  Tensor rows;  // keeps a copied residual alive until the launch
+  if (residual.has_value()) {
+    rows = residual_rows(*residual, s, dtype_, x_, stream_);
+    const int64_t row = row_stride(rows);
+    args.residual = rows.const_data_ptr();
+    args.residual_strides = {row * s.out_w * s.out_h, 1, row * s.out_w, row};
+  }
+  if (y.numel() == 0) return y;
+  const KernelChoice choice = choose_kernel({s, dtype_, allow_tf32_, capability_of(x_)});
+  switch (choice.family) {
+    case Family::kImplicitGemm: run_implicit_gemm(args, choice.tile); break;
+    case Family::kDepthwise: run_depthwise(args); break;
+    case Family::kDirect: run_direct(args); break;
+  }
+  return y;
+}
+
+void Convolution::run_implicit_gemm(ConvArgs args, const GemmTile& tile) const {
+  const ConvShape& s = shape_;
+  const int padded = round_up(s.in_channels, 16 / size_of(dtype_));
+  Tensor x = x_, weight = weight_;
+  if (!has_aligned_rows(x_, dtype_) || !has_short_strides(x_, s)) {
+    x = empty_channels_last(x_, s.batch, padded, s.in_h, s.in_w, dtype_);
+    pack({x_.const_data_ptr(), dtype_of(x_.scalar_type()), strides_of(x_), x.mutable_data_ptr(), dtype_, s.batch,
+          s.in_channels, s.in_h, s.in_w, padded},
+         stream_);
+    args.x = x.const_data_ptr();
+    args.x_strides = strides_of(x);
+  }
+  // Weights in rows (R, S, C) of whole chunks: as they lie if they are channels_last (or 1x1) in the compute dtype.
+  const Strides w = strides_of(weight_);
+  const int64_t taps = int64_t(s.kernel_h) * s.kernel_w;
+  const bool ready = dtype_of(weight_.scalar_type()) == dtype_ && padded == s.in_channels && w.c == 1 &&
+                     w.n == taps * padded && (taps == 1 || (w.w == padded && w.h == int64_t(s.kernel_w) * padded)) &&
+                     reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 16 == 0;
+  if (!ready) {
+    weight = empty_channels_last(weight_, s.out_channels, padded, s.kernel_h, s.kernel_w, dtype_);
+    pack({weight_.const_data_ptr(), dtype_of(weight_.scalar_type()), w, weight.mutable_data_ptr(), dtype_,
+          s.out_channels, s.in_channels, s.kernel_h, s.kernel_w, padded},
+         stream_);
+    args.weight = weight.const_data_ptr();
+  }
+  args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
+  implicit_gemm(args, dtype_, tile, stream_);
+}
+
+void Convolution::run_depthwise(ConvArgs args) const {
+  const Tensor x = cast_x(), weight = dtype_of(weight_.scalar_type()) == dtype_ ? weight_ : cast_weight();
+  args.x = x.const_data_ptr();
+  args.x_strides = strides_of(x);
+  args.weight = weight.const_data_ptr();
+  args.weight_strides = strides_of(weight);
+  depthwise(args, dtype_, stream_);
+}
+
+void Convolution::run_direct(ConvArgs args) const {
+  direct(args, dtype_of(x_.scalar_type()), dtype_of(weight_.scalar_type()), dtype_, stream_);
+}
+
+Tensor Convolution::cast_x() const {
+  const bool channels_adjacent = shape_.in_channels == 1 || x_.stride(1) == 1;
+  if (dtype_of(x_.scalar_type()) == dtype_ && channels_adjacent) return x_;
+  return as_row_matrix(x_, dtype_, stream_);
+}
+
+Tensor Convolution::cast_weight() const { return as_row_matrix(weight_, dtype_, stream_); }
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,48 @@
+// One convolution with everything that follows it, on whichever kernel family serves it.
+#pragma once
+
+#include <vector>
+
+#include "tensors.h"
+#include "tile_menu.h"
+
+namespace yolo12_fastconv {
+
+struct Geometry {
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t groups;
+};
+
+// Sizes of a convolution, after checking that `x` (N, C, H, W) and `weight` (K, C / groups, R, S) fit together.
+ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size,
+                     const Geometry& geometry);
+
+class Convolution {
+ public:
+  // Checks devices, dtypes and sizes; raises with the values otherwise.
+  Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32);
+
+  // y = act(conv(x, weight) * scale + shift) + residual, channels_last, in the compute dtype.
+  Tensor run(const Affine& affine, Act act, const OptionalTensor& residual) const;
+
+  // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
+  Tensor cast_x() const;
+  Tensor cast_weight() const;
+
+  const ConvShape& shape() const { return shape_; }
+  DType dtype() const { return dtype_; }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  void run_implicit_gemm(ConvArgs args, const GemmTile& tile) const;
+  void run_depthwise(ConvArgs args) const;
+  void run_direct(ConvArgs args) const;
+
+  Tensor x_, weight_;
+  ConvShape shape_;
+  DType dtype_;
+  bool allow_tf32_;
+  cudaStream_t stream_;
+};
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,107 @@
+#include "gradients.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include "aten.h"
+#include "kernels.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+// An op returns tensors, never None: a gradient nobody asked for is empty.
+Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype) {
+  return wanted && grad.defined() ? grad : empty_vector(like, 0, dtype);
+}
+
+bool same_strides(const Tensor& a, const Tensor& b) {
+  const auto first = a.strides(), second = b.strides();
+  for (int64_t dim = 0; dim < a.dim(); ++dim) {
+    if (first[dim] != second[dim]) return false;
+  }
+  return true;
+}
+
+// `grad` in the dtype and strides of `like`, as the fake kernels promise.
+Tensor in_form_of(const Tensor& grad, const Tensor& like) {
+  Tensor out = torch::stable::empty_like(like);
+  if (grad.scalar_type() == like.scalar_type() && same_strides(grad, out)) return grad;
+  return torch::stable::copy_(out, grad);
+}
+
+Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
+  Tensor out = empty_channels_last(grad, grad.size(0), grad.size(1), grad.size(2), grad.size(3), dtype);
+  if (dtype_of(grad.scalar_type()) == dtype && same_strides(grad, out)) return grad;
+  return torch::stable::copy_(out, grad);
+}
+
+}  // namespace
+
+Act act_of(int64_t code) {
+  if (code != 0 && code != 1) fail("act must be 0 (identity) or 1 (silu), got ", code);
+  return static_cast<Act>(code);
+}
+
+Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,
+               const BackwardInputs& in, const std::vector<bool>& wanted) {
+  const ConvShape& s = convolution.shape();
+  const DType dtype = convolution.dtype();
+  const DType x_dtype = dtype_of(x.scalar_type());
+  const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const cudaStream_t stream = convolution.stream();
+  if (wanted.size() != 5) fail("output_mask must have 5 entries, got ", wanted.size());
+  const auto expected = in.z.sizes();
+  const auto given = in.grad_y.sizes();
+  if (in.grad_y.dim() != 4 || !std::equal(given.begin(), given.end(), expected.begin())) {
+    fail("grad_y must have the shape of y, ", s.batch, "x", s.out_channels, "x", s.out_h, "x", s.out_w);
+  }
+  const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
+  const bool has_bn = in.affine.mean.data != nullptr;
+
+  Tensor grad_z, grad_beta, grad_gamma;
+  if (!has_bn && in.act == Act::kIdentity) {
+    grad_z = as_row_matrix(in.grad_y, dtype, stream);
+  } else {
+    const Tensor grad_y = as_row_matrix(in.grad_y, dtype, stream);
+    BatchNormBackwardArgs args;
+    args.grad_y = grad_y.const_data_ptr();
+    args.grad_y_stride = row_stride(grad_y);
+    args.z = in.z.const_data_ptr();
+    args.rows = s.out_pixels();
+    args.channels = s.out_channels;
+    args.affine = in.affine;
+    args.act = in.act;
+    args.batch_stats = in.batch_stats;
+    args.grad_beta = args.grad_gamma = args.workspace = nullptr;
+    Tensor workspace;
+    if (has_bn && (in.batch_stats || wanted[kGradGamma] || wanted[kGradBeta])) {
+      grad_beta = empty_vector(x, s.out_channels, sum_dtype);
+      grad_gamma = empty_vector(x, s.out_channels, sum_dtype);
+      workspace = empty_bytes(x, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
+      args.grad_beta = grad_beta.mutable_data_ptr();
+      args.grad_gamma = grad_gamma.mutable_data_ptr();
+      args.workspace = workspace.mutable_data_ptr();
+    }
+    args.grad_z = nullptr;
+    if (conv_wanted) {
+      grad_z = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, dtype);
+      args.grad_z = grad_z.mutable_data_ptr();
+    }
+    batch_norm_backward(args, dtype, stream);
+  }
+
+  ConvGrads grads;
+  if (conv_wanted) {
+    grads = convolution_backward(grad_z, convolution.cast_x(), convolution.cast_weight(), in.bias.has_value(), geometry,
+                                 wanted);
+  }
+  if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
+  if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);
+  if (wanted[kGradBias]) grads.bias = in_form_of(grads.bias, *in.bias);
+  if (wanted[kGradGamma] && in.bn_weight.has_value()) grad_gamma = in_form_of(grad_gamma, *in.bn_weight);
+  if (wanted[kGradBeta] && in.bn_bias.has_value()) grad_beta = in_form_of(grad_beta, *in.bn_bias);
+  return {or_empty(grads.x, wanted[kGradX], x, x_dtype), or_empty(grads.weight, wanted[kGradWeight], x, x_dtype),
+          or_empty(grads.bias, wanted[kGradBias], x, x_dtype), or_empty(grad_gamma, wanted[kGradGamma], x, x_dtype),
+          or_empty(grad_beta, wanted[kGradBeta], x, x_dtype)};
+}
+
+}  // namespace yolo12_fastconv

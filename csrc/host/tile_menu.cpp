@@ -1,0 +1,97 @@
+#include "tile_menu.h"
+
+#include <cstdlib>
+#include <iostream>
+#include <mutex>
+#include <set>
+
+#include "dispatch.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+// Tensor cores with cp.async and bfloat16 begin at 8.0.
+constexpr int kFirstTensorCoreCapability = 80;
+
+bool is_depthwise(const ConvShape& s) {
+  const bool square = s.kernel_h == s.kernel_w && s.stride_h == s.stride_w;
+  const bool size = s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7;
+  return s.groups > 1 && s.groups == s.in_channels && s.in_channels == s.out_channels && square && size &&
+         (s.stride_h == 1 || s.stride_h == 2) && s.dilation_h == 1 && s.dilation_w == 1;
+}
+
+// The implicit GEMM counts offsets in 32 bits inside a tile of at most 128 pixels (kernels/implicit_gemm.cu).
+bool fits_implicit_gemm(const ConvShape& s) {
+  const int64_t plane = int64_t(s.out_h) * s.out_w;
+  const int64_t image = int64_t(s.in_h) * s.in_w * round_up(s.in_channels, 8);
+  const int64_t tiles = ceil_div<int64_t>(s.out_pixels(), 64) * ceil_div(s.out_channels, 16);
+  const int64_t chunks = int64_t(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, 4);
+  return (128 + plane - 1) / plane * image + 2 * image < (int64_t(1) << 30) && tiles < (int64_t(1) << 31) &&
+         chunks < (1 << 24) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
+}
+
+GemmTile choose_gemm_tile(const ConvShape& s, DType dtype) {
+  // The channel tile that wastes the fewest columns, the widest among equals: x is read once per channel tile.
+  int channels = 16;
+  for (const int candidate : {32, 64, 128}) {
+    if (round_up(s.out_channels, candidate) <= round_up(s.out_channels, channels)) channels = candidate;
+  }
+  // Between one wide tile and several narrow ones, up to an eighth of idle columns costs less than reading x again.
+  for (const int candidate : {32, 64, 128}) {
+    if (candidate > channels && 8 * round_up(s.out_channels, candidate) <= 9 * round_up(s.out_channels, channels)) {
+      channels = candidate;
+    }
+  }
+  const int64_t column_tiles = ceil_div(s.out_channels, channels);
+  const int64_t blocks = ceil_div<int64_t>(s.out_pixels(), 128) * column_tiles;
+  // Fewer blocks than the 132 SMs of the largest current GPU: halve the tile.
+  const bool small = blocks < 132;
+  if (small && channels == 128) channels = 64;
+  const int chunks = s.kernel_h * s.kernel_w * ceil_div(s.in_channels, 16 / size_of(dtype));
+  // 128-byte rows halve the barriers per byte; below 16 chunks there is nothing left to overlap with.
+  const bool deep = chunks >= 16 && channels >= 64;
+  if (small) return channels == 64 ? GemmTile{64, 64, 8, 3} : GemmTile{64, channels, 4, 4};
+  return deep ? GemmTile{128, channels, 8, 3} : GemmTile{128, channels, 4, 4};
+}
+
+std::string tile_name(const GemmTile& t) {
+  return "implicit_gemm/sm80/" + std::to_string(t.pixels) + "x" + std::to_string(t.channels) + "x" +
+         std::to_string(t.chunks) + "x" + std::to_string(t.stages);
+}
+
+void print_once(const MenuQuery& query, const KernelChoice& choice) {
+  const char* wanted = std::getenv("YOLO12_FASTCONV_PRINT_TILES");
+  if (wanted == nullptr || std::string(wanted) != "1") return;
+  const ConvShape& s = query.shape;
+  std::ostringstream line;
+  line << "yolo12_fastconv: " << s.batch << "x" << s.in_channels << "x" << s.in_h << "x" << s.in_w << " -> "
+       << s.out_channels << ", kernel " << s.kernel_h << "x" << s.kernel_w << ", stride " << s.stride_h << "x"
+       << s.stride_w << ", groups " << s.groups << ", " << name_of(query.dtype) << ": " << choice.name;
+  static std::mutex mutex;
+  static std::set<std::string> printed;  // debugging aid; bounded by the distinct shapes of a run
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (printed.insert(line.str()).second) std::cerr << line.str() << std::endl;
+}
+
+KernelChoice choose(const MenuQuery& query) {
+  const ConvShape& s = query.shape;
+  if (is_depthwise(s)) return {Family::kDepthwise, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
+  const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
+  const bool tensor_cores =
+      query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
+  if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s)) {
+    const GemmTile tile = choose_gemm_tile(s, query.dtype);
+    return {Family::kImplicitGemm, tile, tile_name(tile)};
+  }
+  return {Family::kDirect, {}, "direct/simt"};
+}
+
+}  // namespace
+
+KernelChoice choose_kernel(const MenuQuery& query) {
+  KernelChoice choice = choose(query);
+  print_once(query, choice);
+  return choice;
+}
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,19 @@
+// Bodies for the ops that yolo12_fastconv/ops.py declares (schemas live there, because an installation without this
+// library has them too). Stable ABI only: one binary serves every torch from 2.11 on.
+#include <torch/csrc/stable/library.h>
+
+#include "host/ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
+  m.impl("conv_bn_act", TORCH_BOX(&yolo12_fastconv::conv_bn_act));
+  m.impl("conv_bn_act_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_backward));
+  m.impl("conv_bn_act_train", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train));
+  m.impl("conv_bn_act_train_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_backward));
+  m.impl("update_running_stats_", TORCH_BOX(&yolo12_fastconv::update_running_stats_));
+}
+
+// Host functions: they take no tensor, and need no GPU.
+STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CompositeExplicitAutograd, m) {
+  m.impl("describe_kernel", TORCH_BOX(&yolo12_fastconv::describe_kernel));
+  m.impl("library_info", TORCH_BOX(&yolo12_fastconv::library_info));
+}
