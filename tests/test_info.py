@@ -84,3 +84,12 @@ def test_help_and_bad_arguments(capsys):
         info.main(["--jsno"])
     assert stop.value.code == 2
     assert "--jsno" in capsys.readouterr().err
+
+
+def test_missing_library_says_where_it_was_looked_for(monkeypatch):
+    status = _library.LibraryStatus(
+        False, None, "the compiled library is not installed", ("a/lib.so", "b/lib.so")
+    )
+    monkeypatch.setattr(_library, "load", lambda: status)
+    text = info.to_text(info.collect())
+    assert "looked for a/lib.so" in text and "looked for b/lib.so" in text and "README.md" in text

@@ -62,7 +62,7 @@ def load() -> LibraryStatus:
     if not status.loaded:
         # A file that should have worked deserves a warning; an installation without one is a normal way to run.
         level = logging.WARNING if status.path else logging.INFO
-        logger.log(level, "yolo12_fastconv: no CUDA library, ops run on ATen: %s", status.reason)
+        logger.log(level, "yolo12_fastconv: ops run on ATen: %s", status.reason)
     else:
         current = _checkout_hash()
         if current and current != status.source_hash:
@@ -100,10 +100,7 @@ def _load() -> LibraryStatus:
     if path is None:
         if explicit:
             return failed(f"YOLO12_FASTCONV_LIBRARY={explicit} is no file", Path(explicit))
-        return failed(
-            f"{FILE_NAME} is not in {' or '.join(tried)}: install a wheel that holds it, or build it with "
-            "FORCE_CUDA=1 pip install --no-build-isolation"
-        )
+        return failed("the compiled library is not installed (python -m yolo12_fastconv.info says more)")
 
     try:
         content = path.read_bytes()

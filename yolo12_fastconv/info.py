@@ -144,6 +144,9 @@ def to_text(facts: dict[str, Any]) -> str:
         ]
     else:
         rows.append(("CUDA library", f"not loaded, ops run on ATen: {library['reason']}"))
+        rows += [("", f"looked for {path}") for path in library["tried"]]
+        if not library["path"] and library["tried"]:
+            rows.append(("", "install a wheel that holds it, or build it: see README.md, Install"))
     rows.append(("driver", facts["driver"] or "none found"))
     for gpu in facts["gpus"]:
         state = "supported" if gpu["supported"] else f"not supported: {gpu['reason']}"
