@@ -2,7 +2,7 @@
 
 Only the class of a block changes; its parameters, buffers, children and attributes stay the objects they are. At each
 call the block looks at its live children and at the input, and decides whether the fused op computes what the stock
-block would. Where it does not (see `stock_reason`), the block computes exactly as stock does.
+block would. Where it does not, the block computes exactly as stock does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _compat.require_ultralytics()
 
 from ultralytics.nn.modules.conv import Conv, DWConv  # noqa: E402
 
-__all__ = ["FAST", "STOCK", "FallbackError", "FastConv", "FastDWConv", "stock_reason", "structure_reason"]
+__all__ = ["FAST", "STOCK", "FallbackError", "FastConv", "FastDWConv", "kernel_reason", "structure_reason"]
 
 _FUSED_ACTIVATIONS = {nn.SiLU: "silu", nn.Identity: "identity"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,58 +75,60 @@ class FastConv(StockPickle, Conv):
 
     def forward(self, x: Tensor) -> Tensor:
         """``act(bn(conv(x)))``: batch statistics and buffer updates as `torch.nn.BatchNorm2d` would have them."""
+        conv, bn, act = _child(self, "conv"), _child(self, "bn"), _child(self, "act")
         if _exporting():
-            return self.act(self.bn(self.conv(x)))
-        conv: Any = self.conv
-        bn: Any = self.bn
-        act = self.act
-        reason = stock_reason(conv, bn, act, x)
-        if reason is not None or "_fc_strict" in self.__dict__ or _config.strict():
+            return act(bn(conv(x)))
+        reason = structure_reason(conv, bn, act)
+        if reason is None:
+            weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
+            gamma, beta = _parameter(bn, "weight"), _parameter(bn, "bias")
+            mean, var = _buffer(bn, "running_mean"), _buffer(bn, "running_var")
+            counter = _buffer(bn, "num_batches_tracked")
+            batch_statistics = bn.training or (mean is None and var is None)
+            reason = (
+                _input_reason(x, weight, bias)
+                or _bn_reason(x, gamma, beta, mean, var, counter)
+                or (_single_value_reason(conv, weight, x) if batch_statistics and x.shape[0] == 1 else None)
+            )
+        if "_fc_strict" in self.__dict__ or _config.strict():
             _require_kernel(self, x, reason)
         if reason is not None:
             return act(bn(conv(x)))
-        weight, bias = conv.weight, conv.bias
-        fused = _FUSED_ACTIVATIONS.get(type(act), "identity")
-        mean, var = bn.running_mean, bn.running_var
-        if bn.training or mean is None:
+        fused = _FUSED_ACTIVATIONS.get(type(act))
+        if batch_statistics:
             y, batch_mean, batch_var = ops.conv_bn_act_train(
-                x, weight, bias, bn.weight, bn.bias, bn.eps, None, conv.stride, conv.padding, conv.dilation,
-                conv.groups, fused,
+                x, weight, bias, gamma, beta, bn.eps, None, conv.stride, conv.padding, conv.dilation, conv.groups,
+                fused or "identity",
             )  # fmt: skip
             if bn.training and bn.track_running_stats and mean is not None:
-                ops.update_running_stats_(
-                    mean,
-                    var,
-                    bn.num_batches_tracked,
-                    batch_mean,
-                    batch_var,
-                    bn.momentum,
-                    y.numel() // y.shape[1],
-                )
+                count = y.numel() // y.shape[1]
+                ops.update_running_stats_(mean, var, counter, batch_mean, batch_var, bn.momentum, count)
         else:
             y = ops.conv_bn_act(
-                x, weight, bias, ops.BatchNormState(bn.weight, bn.bias, mean, var, bn.eps), None, conv.stride,
-                conv.padding, conv.dilation, conv.groups, fused,
+                x, weight, bias, ops.BatchNormState(gamma, beta, mean, var, bn.eps), None, conv.stride, conv.padding,
+                conv.dilation, conv.groups, fused or "identity",
             )  # fmt: skip
-        return y if type(act) in _FUSED_ACTIVATIONS else act(y)
+        return y if fused else act(y)
 
     # The name under which Ultralytics' `fuse()` installs it, and under which it is pickled.
     def forward_fuse(self, x: Tensor) -> Tensor:
         """``act(conv(x))``: the forward after Ultralytics' ``fuse()``, which folds the batch norm into `conv`."""
+        conv, act = _child(self, "conv"), _child(self, "act")
         if _exporting():
-            return self.act(self.conv(x))
-        conv: Any = self.conv
-        act = self.act
-        reason = stock_reason(conv, None, act, x)
-        if reason is not None or "_fc_strict" in self.__dict__ or _config.strict():
+            return act(conv(x))
+        reason = structure_reason(conv, None, act)
+        if reason is None:
+            weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
+            reason = _input_reason(x, weight, bias)
+        if "_fc_strict" in self.__dict__ or _config.strict():
             _require_kernel(self, x, reason)
         if reason is not None:
             return act(conv(x))
+        fused = _FUSED_ACTIVATIONS.get(type(act))
         y = ops.conv_bn_act(
-            x, conv.weight, conv.bias, None, None, conv.stride, conv.padding, conv.dilation, conv.groups,
-            _FUSED_ACTIVATIONS.get(type(act), "identity"),
+            x, weight, bias, None, None, conv.stride, conv.padding, conv.dilation, conv.groups, fused or "identity"
         )  # fmt: skip
-        return y if type(act) in _FUSED_ACTIVATIONS else act(y)
+        return y if fused else act(y)
 
 
 class FastDWConv(FastConv, DWConv):
@@ -143,124 +145,151 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in 
 
 
 def _exporting() -> bool:
-    # Traced and exported graphs shall hold standard operators. ONNX export is one or the other of the two.
+    # Traced and exported graphs shall hold standard operators. An ONNX export is one or the other.
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
+# The three functions below are `getattr` without its search through parameters, buffers and children, which would take
+# more time than all other checks. A child may also be a plain attribute: DataParallel and FSDP replace parameters so.
+
+
+def _child(module: nn.Module, name: str) -> Any:
+    table = module._modules
+    return table[name] if name in table else getattr(module, name)
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    table = module._parameters
+    return table[name] if name in table else getattr(module, name)
+
+
+def _buffer(module: nn.Module, name: str) -> Any:
+    table = module._buffers
+    return table[name] if name in table else getattr(module, name)
+
+
 def structure_reason(conv: Any, bn: Any, act: Any) -> str | None:
-    """Why a block with these children cannot run as the fused op, whatever its input; None if it can.
+    """Why a block with these children computes as stock, whatever its input; None if the fused op may serve it.
 
     `bn` is None for a block whose batch norm was folded into `conv`.
-    """
-    if type(conv) is not nn.Conv2d:
-        return f"conv is {_class_name(conv)}, not exactly torch.nn.Conv2d"
-    if bn is not None and type(bn) is not nn.BatchNorm2d:
-        return f"bn is {_class_name(bn)}, not exactly torch.nn.BatchNorm2d"
-    for name, child in (("conv", conv), ("bn", bn), ("act", act)):
-        if child is None:
-            continue
-        if (
-            child._forward_hooks
-            or child._forward_pre_hooks
-            or child._backward_hooks
-            or child._backward_pre_hooks
-        ):
-            return f"{name} has hooks"
-        if "forward" in child.__dict__:
-            return f"{name} has a forward of its own"
-    if conv.padding_mode != "zeros":
-        return f"padding_mode is {conv.padding_mode!r}"
-    if type(conv.padding) is str:
-        return f"padding is {conv.padding!r}"
-    if bn is not None:
-        if (bn.running_mean is None) != (bn.running_var is None):
-            return "bn has only one of running_mean and running_var"
-        if bn.running_mean is None and bn.num_batches_tracked is not None:
-            return "bn counts batches without running statistics"
-    return None
-
-
-def stock_reason(conv: Any, bn: Any, act: Any, x: Tensor) -> str | None:
-    """Why a block with these children must compute `x` as stock does; None if the fused op may.
-
-    Besides `structure_reason`: everything for which stock raises an error of its own, so that the error stays stock's.
     """
     if _config.disabled():
         return f"{_config.DISABLE} is set"
     if _has_any_global_hook():
         return "hooks for all modules are registered"
-    reason = structure_reason(conv, bn, act)
-    if reason is not None:
-        return reason
+    if type(conv) is not nn.Conv2d:
+        return f"conv is {_class_name(conv)}, not exactly torch.nn.Conv2d"
+    if bn is not None and type(bn) is not nn.BatchNorm2d:
+        return f"bn is {_class_name(bn)}, not exactly torch.nn.BatchNorm2d"
+    if not isinstance(act, nn.Module):
+        return f"act is {act!r}, not a module"
+    if _is_watched(conv):
+        return "conv has hooks or a forward of its own"
+    if bn is not None and _is_watched(bn):
+        return "bn has hooks or a forward of its own"
+    if _is_watched(act):
+        return "act has hooks or a forward of its own"
+    if conv.padding_mode != "zeros":
+        return f"padding_mode is {conv.padding_mode!r}"
+    if type(conv.padding) is not tuple:
+        return f"padding is {conv.padding!r}"
+    if bn is not None:
+        mean, var = _buffer(bn, "running_mean"), _buffer(bn, "running_var")
+        if (mean is None) is not (var is None):
+            return "bn has only one of running_mean and running_var"
+        if mean is None and _buffer(bn, "num_batches_tracked") is not None:
+            return "bn counts batches without running statistics"
+    return None
+
+
+def _is_watched(child: nn.Module) -> bool:
+    return bool(
+        child._forward_hooks
+        or child._forward_pre_hooks
+        or child._backward_hooks
+        or child._backward_pre_hooks
+        or "forward" in child.__dict__
+    )
+
+
+# Besides what the op cannot do, the reasons below are those for which stock raises an error: so that it stays stock's.
+
+
+def _input_reason(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if type(x) is not Tensor and type(x) is not Parameter:
         return f"the input is a {type(x).__name__}, not a plain tensor"
-    weight = conv.weight
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    # A compiler traces through transforms by itself, and could not trace these questions.
+    if not torch.compiler.is_compiling() and (
+        torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
+    ):
         return "a function transform or forward-mode differentiation is active"
-    if not (x.is_cuda or x.is_cpu):
+    if not (x.is_cuda or x.device.type == "cpu"):
         return f"the input is on {x.device}"
     if x.dim() != 4 or x.layout is not torch.strided:
         return "the input is not a dense (N, C, H, W) tensor"
     if x.numel() == 0:
         return "the input is empty"
-    return _dtype_reason(conv, bn, x) or _device_reason(conv, bn, x) or _single_value_reason(conv, bn, x)
-
-
-def _dtype_reason(conv: Any, bn: Any, x: Tensor) -> str | None:
-    weight, bias = conv.weight, conv.bias
-    if x.dtype not in _DTYPES:
-        return f"the input is {x.dtype}"
+    dtype = x.dtype
+    if dtype not in _DTYPES:
+        return f"the input is {dtype}"
     for tensor in (weight, bias):
-        if tensor is None or tensor.dtype is x.dtype:
+        if tensor is None:
             continue
+        if tensor.device != x.device:
+            return f"the input is on {x.device}, conv on {tensor.device}"
         # Autocast reconciles all but float64.
-        if (
+        if tensor.dtype is not dtype and (
             not torch.is_autocast_enabled(x.device.type)
-            or torch.float64 in (x.dtype, tensor.dtype)
+            or torch.float64 in (dtype, tensor.dtype)
             or tensor.dtype not in _DTYPES
         ):
-            return f"the input is {x.dtype}, conv holds {tensor.dtype}"
-    if bn is not None:
+            return f"the input is {dtype}, conv holds {tensor.dtype}"
+    return None
+
+
+def _bn_reason(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    counter: Tensor | None,
+) -> str | None:
+    device, dtype = x.device, ops.compute_dtype(x)
+    for vector in (gamma, beta, mean, var):
+        if vector is None:
+            continue
+        if vector.device != device:
+            return f"the input is on {device}, bn on {vector.device}"
         # Batch norm takes vectors of its input's dtype, or float32 ones beside half input.
-        dtype = ops.compute_dtype(x)
-        for vector in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
-            if vector is None or vector.dtype is dtype:
-                continue
-            if vector.dtype is not torch.float32 or dtype is torch.float64:
-                return f"bn holds {vector.dtype}, its input is {dtype}"
+        if vector.dtype is not dtype and (vector.dtype is not torch.float32 or dtype is torch.float64):
+            return f"bn holds {vector.dtype}, its input is {dtype}"
+    if counter is not None and counter.device != device:
+        return f"the input is on {device}, bn's counter on {counter.device}"
     return None
 
 
-def _device_reason(conv: Any, bn: Any, x: Tensor) -> str | None:
-    device = x.device
-    if conv.weight.device != device or (conv.bias is not None and conv.bias.device != device):
-        return f"the input is on {device}, the weight on {conv.weight.device}"
-    if bn is not None:
-        for vector in (bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked):
-            if vector is not None and vector.device != device:
-                return f"the input is on {device}, bn on {vector.device}"
-    return None
-
-
-def _single_value_reason(conv: Any, bn: Any, x: Tensor) -> str | None:
+def _single_value_reason(conv: Any, weight: Tensor, x: Tensor) -> str | None:
     # Of one value per channel there are no batch statistics: stock raises ValueError.
-    if bn is None or x.shape[0] != 1 or not (bn.training or bn.running_mean is None):
-        return None
     for axis in (0, 1):
-        size = (
+        spare = (
             x.shape[2 + axis]
             + 2 * conv.padding[axis]
-            - conv.dilation[axis] * (conv.weight.shape[2 + axis] - 1)
+            - conv.dilation[axis] * (weight.shape[2 + axis] - 1)
+            - 1
         )
-        if (size - 1) // conv.stride[axis] != 0:
+        if spare // conv.stride[axis] != 0:
             return None
     return "batch statistics of one value per channel"
 
 
 def _require_kernel(block: FastConv, x: Tensor, reason: str | None) -> None:
-    """Raise FallbackError if strict mode is on and no CUDA kernel serves this call; `reason` is `stock_reason`'s."""
+    """Raise FallbackError if strict mode is on and no CUDA kernel serves this call.
+
+    `reason`: why the block computes as stock, or None.
+    """
     if not ("_fc_strict" in vars(block) or _config.strict()) or _config.disabled():
         return
     if reason is None:
@@ -277,6 +306,10 @@ def kernel_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why tensors of `dtype` on `device` are computed by ATen and not by a kernel of the compiled library, or None."""
     if device.type != "cuda":
         return f"ATen ({device.type})"
+    if not ops.LIBRARY.loaded:
+        return ops.LIBRARY.reason
+    if torch.compiler.is_compiling():
+        return None  # looking a device up is no part of a graph
     index = torch.cuda.current_device() if device.index is None else device.index
     supported, reason = _library.device_supported(index, dtype)
     return None if supported else reason

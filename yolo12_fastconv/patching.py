@@ -610,8 +610,6 @@ def _row(name: str, layer: nn.Module, conv: nn.Module) -> LayerRow:
 
 def _stock_row_reason(layer: nn.Module) -> str:
     if type(layer) in STOCK:
-        if _config.disabled():
-            return f"{_config.DISABLE} is set"
         forward = vars(layer).get("forward")
         if forward is not None and not _is_fused_forward(layer, forward):
             return "has a forward of its own (an instance attribute)"
