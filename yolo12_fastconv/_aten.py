@@ -11,6 +11,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from yolo12_fastconv._shapes import check_channels, check_residual, check_statistics, output_size
 from yolo12_fastconv.reference import SILU
 
 aten = torch.ops.aten
@@ -52,6 +53,17 @@ def output_format(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def _in_format(t: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """`t` with exactly the strides that a fresh tensor of this layout has.
+
+    `contiguous` leaves a dimension of size 1 whatever stride it has, and fake kernels could not know which.
+    """
+    t = t.contiguous(memory_format=memory_format)
+    _n, c, h, w = t.shape
+    strides = (h * w * c, 1, w * c, c) if memory_format is torch.channels_last else (c * h * w, h * w, w, 1)
+    return t if t.stride() == strides or t.numel() == 0 else t.as_strided(t.shape, strides)
+
+
 def _convolution(
     x: Tensor,
     weight: Tensor,
@@ -66,7 +78,7 @@ def _convolution(
     z = aten.convolution(
         x.to(dtype), weight.to(dtype), cast_bias, stride, padding, dilation, False, [0, 0], groups
     )
-    return z.contiguous(memory_format=output_format(x, weight))
+    return _in_format(z, output_format(x, weight))
 
 
 def _finish(u: Tensor, act: int, residual: Tensor | None) -> Tensor:
@@ -74,8 +86,6 @@ def _finish(u: Tensor, act: int, residual: Tensor | None) -> Tensor:
     if act == SILU:
         aten.silu_(u)
     if residual is not None:
-        if residual.shape != u.shape:  # `+=` would broadcast
-            raise RuntimeError(f"residual must be {tuple(u.shape)}, got {tuple(residual.shape)}")
         u += residual
     return u
 
@@ -98,11 +108,15 @@ def conv_bn_act(
     dtype: torch.dtype,
     allow_tf32: bool,
 ) -> Tensor:
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_statistics(size[1], x, running_mean, running_var)
+    check_residual(residual, size)
     with _without_autocast(x.device):
         u = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype)
         if running_mean is not None:
             u = aten.native_batch_norm(u, bn_weight, bn_bias, running_mean, running_var, False, 0.0, eps)[0]
-            u = u.contiguous(memory_format=output_format(x, weight))
+            u = _in_format(u, output_format(x, weight))
         return _finish(u, act, residual)
 
 
@@ -157,6 +171,9 @@ def conv_bn_act_train(
     dtype: torch.dtype,
     allow_tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_residual(residual, size)
     with _without_autocast(x.device):
         z = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype)
         channels, count = z.size(1), z.numel() // z.size(1)
@@ -166,7 +183,7 @@ def conv_bn_act_train(
         var = torch.zeros(channels, dtype=stats_dtype, device=x.device)
         gamma, beta = _cast(bn_weight, stats_dtype), _cast(bn_bias, stats_dtype)
         u = aten.native_batch_norm(z, gamma, beta, mean, var, True, 1.0, eps)[0]
-        u = u.contiguous(memory_format=output_format(x, weight))
+        u = _in_format(u, output_format(x, weight))
         return _finish(u, act, residual), z, mean, var.mul_((count - 1) / count)
 
 
@@ -248,7 +265,7 @@ def _conv_grads(
             [output_mask[0], output_mask[1], output_mask[2]],
         )  # fmt: skip
     if grad_x is not None:
-        grad_x = grad_x.to(x.dtype).contiguous(memory_format=output_format(x, weight))
+        grad_x = _in_format(grad_x.to(x.dtype), output_format(x, weight))
     if grad_weight is not None:
         grad_weight = torch.empty_like(weight).copy_(grad_weight)
     if grad_bias is not None and bias is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from yolo12_fastconv import _aten, _library, reference
+from yolo12_fastconv._shapes import check_channels, check_residual, check_statistics, output_size
 from yolo12_fastconv.reference import ACTIVATIONS, IDENTITY, SILU
 
 __all__ = ["BatchNormState", "conv_bn_act", "conv_bn_act_train", "update_running_stats_"]
@@ -31,7 +32,8 @@ _GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_w
 SCHEMAS = {
     "conv_bn_act": f"(Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, Tensor? residual, {_GEOMETRY}) -> Tensor",
     "conv_bn_act_backward": (
-        f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, {_GEOMETRY}, bool[5] output_mask) -> {_GRADS}"
+        f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, {_GEOMETRY}, bool[5] output_mask)"
+        f" -> {_GRADS}"
     ),
     "conv_bn_act_train": (
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY})"
@@ -193,66 +195,20 @@ def update_running_stats_(
         momentum: None means the cumulative average over all batches tracked.
         count: values per channel, N * P * Q, at least 2.
     """
-    _ops.update_running_stats_.default(running_mean, running_var, num_batches_tracked, mean, var, momentum, count)
-
-
-# ---------------------------------------------------------------------------------------------------- shape checks
-
-
-def _output_size(
-    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> list[int]:
-    """Sizes (N, K, P, Q) of the convolution's output, after checking every size that goes in."""
-    torch._check(x.dim() == 4, lambda: f"x must be (N, C, H, W), got {tuple(x.shape)}")
-    torch._check(weight.dim() == 4, lambda: f"weight must be (K, C / groups, R, S), got {tuple(weight.shape)}")
-    torch._check(groups > 0, lambda: f"groups must be positive, got {groups}")
-    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        torch._check(
-            len(pair) == 2 and all(value >= least for value in pair),
-            lambda name=name, pair=pair, least=least: f"{name} must be two integers >= {least}, got {pair}",
-        )
-    torch._check(
-        x.shape[1] == weight.shape[1] * groups,
-        lambda: f"x has {x.shape[1]} channels, but weight {tuple(weight.shape)} with groups={groups} takes "
-        f"{weight.shape[1] * groups}",
+    _ops.update_running_stats_.default(
+        running_mean, running_var, num_batches_tracked, mean, var, momentum, count
     )
-    torch._check(
-        weight.shape[0] % groups == 0,
-        lambda: f"weight has {weight.shape[0]} output channels, not a multiple of groups={groups}",
-    )
-    out = [x.shape[0], weight.shape[0]]
-    for axis in (0, 1):
-        size, kernel = x.shape[2 + axis] + 2 * padding[axis], dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-        torch._check(
-            size >= kernel,
-            lambda size=size, kernel=kernel: f"padded input size {size} is smaller than the kernel's extent {kernel}",
-        )
-        out.append((size - kernel) // stride[axis] + 1)
-    return out
 
 
-def _check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
-    for name, vector in vectors.items():
-        if vector is not None:
-            torch._check(
-                tuple(vector.shape) == (channels,),
-                lambda name=name, vector=vector: f"{name} must be ({channels},), got {tuple(vector.shape)}",
-            )
-            torch._check(
-                vector.device == x.device,
-                lambda name=name, vector=vector: f"{name} is on {vector.device}, x on {x.device}",
-            )
+# ----------------------------------------------------------------------------------------------------- fake kernels
 
 
 def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _empty_output(x: Tensor, weight: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
-    return x.new_empty(size, dtype=dtype).to(memory_format=_aten.output_format(x, weight))
-
-
-# ----------------------------------------------------------------------------------------------------- fake kernels
+def _empty_output(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=x.device, memory_format=_aten.output_format(x, weight))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act", lib=_lib)
@@ -260,15 +216,10 @@ def _(
     x, weight, bias, bn_weight, bn_bias, running_mean, running_var, eps, residual, stride, padding, dilation, groups,
     act, dtype, allow_tf32,
 ):  # fmt: skip
-    size = _output_size(x, weight, stride, padding, dilation, groups)
-    torch._check(
-        (running_mean is None) == (running_var is None),
-        lambda: "running_mean and running_var go together: give both or neither",
-    )
-    _check_channels(
-        size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias, running_mean=running_mean, running_var=running_var
-    )
-    _check_residual(residual, size)
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_statistics(size[1], x, running_mean, running_var)
+    check_residual(residual, size)
     return _empty_output(x, weight, size, dtype)
 
 
@@ -276,18 +227,11 @@ def _(
 def _(
     x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32
 ):  # fmt: skip
-    size = _output_size(x, weight, stride, padding, dilation, groups)
-    _check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
-    _check_residual(residual, size)
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_residual(residual, size)
     stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
     return _empty_output(x, weight, size, dtype), _empty_output(x, weight, size, dtype), *stats
-
-
-def _check_residual(residual: Tensor | None, size: list[int]) -> None:
-    if residual is not None:
-        torch._check(
-            list(residual.shape) == size, lambda: f"residual must be {tuple(size)}, got {tuple(residual.shape)}"
-        )
 
 
 def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
@@ -297,7 +241,7 @@ def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
         if not wanted or like is None:
             grads.append(x.new_empty(0))
         elif like is x:
-            grads.append(torch.empty_like(x, memory_format=_aten.output_format(x, weight)))
+            grads.append(_empty_output(x, weight, x.shape, x.dtype))
         else:
             grads.append(torch.empty_like(like))
     return tuple(grads)
@@ -416,7 +360,9 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-torch.library.register_autograd(f"{NAMESPACE}::conv_bn_act", _backward_eval, setup_context=_setup_eval, lib=_lib)
+torch.library.register_autograd(
+    f"{NAMESPACE}::conv_bn_act", _backward_eval, setup_context=_setup_eval, lib=_lib
+)
 torch.library.register_autograd(
     f"{NAMESPACE}::conv_bn_act_train", _backward_train, setup_context=_setup_train, lib=_lib
 )
@@ -446,7 +392,9 @@ def describe_kernel(
         RuntimeError: the compiled library is not loaded.
     """
     if not LIBRARY.loaded:
-        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}")
+        raise RuntimeError(
+            f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}"
+        )
     return _ops.describe_kernel.default(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )

@@ -1,0 +1,85 @@
+"""Which sizes fit together in a convolution, its per-channel vectors and its residual.
+
+One set of checks for the ATen kernels and the fake ones, so `torch._check` and no branches on sizes; the CUDA library
+has the same in C++ (csrc/host/convolution.cpp). Every failed check is a RuntimeError that names the sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def output_size(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> list[int]:
+    """Sizes (N, K, P, Q) of the convolution's output, after checking every size that goes in."""
+    torch._check(x.dim() == 4, lambda: f"x must be (N, C, H, W), got {tuple(x.shape)}")
+    torch._check(
+        weight.dim() == 4, lambda: f"weight must be (K, C / groups, R, S), got {tuple(weight.shape)}"
+    )
+    torch._check(groups > 0, lambda: f"groups must be positive, got {groups}")
+    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        torch._check(
+            len(pair) == 2 and all(value >= least for value in pair),
+            lambda name=name, pair=pair, least=least: f"{name} must be two integers >= {least}, got {pair}",
+        )
+    torch._check(
+        x.shape[1] == weight.shape[1] * groups,
+        lambda: (
+            f"x has {x.shape[1]} channels, but weight {tuple(weight.shape)} with groups={groups} takes "
+            f"{weight.shape[1] * groups}"
+        ),
+    )
+    torch._check(
+        weight.shape[0] % groups == 0,
+        lambda: f"weight has {weight.shape[0]} output channels, not a multiple of groups={groups}",
+    )
+    out = [x.shape[0], weight.shape[0]]
+    for axis in (0, 1):
+        size, kernel = (
+            x.shape[2 + axis] + 2 * padding[axis],
+            dilation[axis] * (weight.shape[2 + axis] - 1) + 1,
+        )
+        torch._check(
+            size >= kernel,
+            lambda size=size, kernel=kernel: (
+                f"padded input size {size} is smaller than the kernel's extent {kernel}"
+            ),
+        )
+        out.append((size - kernel) // stride[axis] + 1)
+    return out
+
+
+def check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
+    """Per-channel vectors, by name: (channels,), on the device of `x`, or None."""
+    for name, vector in vectors.items():
+        if vector is not None:
+            torch._check(
+                tuple(vector.shape) == (channels,),
+                lambda name=name, vector=vector: f"{name} must be ({channels},), got {tuple(vector.shape)}",
+            )
+            torch._check(
+                vector.device == x.device,
+                lambda name=name, vector=vector: f"{name} is on {vector.device}, x on {x.device}",
+            )
+
+
+def check_statistics(
+    channels: int, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None
+) -> None:
+    """Running mean and variance: both or neither, (channels,), on the device of `x`."""
+    torch._check(
+        (running_mean is None) == (running_var is None),
+        lambda: "running_mean and running_var go together: give both or neither",
+    )
+    check_channels(channels, x, running_mean=running_mean, running_var=running_var)
+
+
+def check_residual(residual: Tensor | None, size: list[int]) -> None:
+    """The residual has the output's size: nothing is broadcast."""
+    if residual is not None:
+        torch._check(
+            list(residual.shape) == size,
+            lambda: f"residual must be {tuple(size)}, got {tuple(residual.shape)}",
+        )
