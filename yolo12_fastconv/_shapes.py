@@ -6,6 +6,8 @@ has the same in C++ (csrc/host/convolution.cpp). Every failed check is a Runtime
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def output_size(
     for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         torch._check(
             len(pair) == 2 and all(value >= least for value in pair),
-            lambda name=name, pair=pair, least=least: f"{name} must be two integers >= {least}, got {pair}",
+            partial("{} must be two integers >= {}, got {}".format, name, least, pair),
         )
     torch._check(
         x.shape[1] == weight.shape[1] * groups,
@@ -57,11 +59,11 @@ def check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
         if vector is not None:
             torch._check(
                 tuple(vector.shape) == (channels,),
-                lambda name=name, vector=vector: f"{name} must be ({channels},), got {tuple(vector.shape)}",
+                partial("{} must be ({},), got {}".format, name, channels, tuple(vector.shape)),
             )
             torch._check(
                 vector.device == x.device,
-                lambda name=name, vector=vector: f"{name} is on {vector.device}, x on {x.device}",
+                partial("{} is on {}, x on {}".format, name, vector.device, x.device),
             )
 
 
