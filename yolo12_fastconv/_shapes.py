@@ -39,17 +39,13 @@ def output_size(
     )
     out = [x.shape[0], weight.shape[0]]
     for axis in (0, 1):
-        size, kernel = (
-            x.shape[2 + axis] + 2 * padding[axis],
-            dilation[axis] * (weight.shape[2 + axis] - 1) + 1,
-        )
+        size = x.shape[2 + axis] + 2 * padding[axis]
+        extent = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
         torch._check(
-            size >= kernel,
-            lambda size=size, kernel=kernel: (
-                f"padded input size {size} is smaller than the kernel's extent {kernel}"
-            ),
+            size >= extent,
+            partial("padded input size {} is smaller than the kernel's extent {}".format, size, extent),
         )
-        out.append((size - kernel) // stride[axis] + 1)
+        out.append((size - extent) // stride[axis] + 1)
     return out
 
 
@@ -57,9 +53,9 @@ def check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
     """Per-channel vectors, by name: (channels,), on the device of `x`, or None."""
     for name, vector in vectors.items():
         if vector is not None:
+            shape = tuple(vector.shape)
             torch._check(
-                tuple(vector.shape) == (channels,),
-                partial("{} must be ({},), got {}".format, name, channels, tuple(vector.shape)),
+                shape == (channels,), partial("{} must be ({},), got {}".format, name, channels, shape)
             )
             torch._check(
                 vector.device == x.device,
