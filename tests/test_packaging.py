@@ -4,9 +4,12 @@ import email
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -60,11 +63,36 @@ def metadata(wheel):
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory):
-    """A folder with the contents of the wheel, as pip would lay them out."""
+    """A virtual environment with the wheel in it, which sees this environment's other packages."""
     folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    scheme = "nt" if os.name == "nt" else "posix_prefix"
+    packages = Path(sysconfig.get_path("purelib", scheme, {"base": str(folder), "platbase": str(folder)}))
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
+        archive.extractall(packages)
+    # Their .pth files are not read from there: an editable installation of the checkout stays out.
+    others = dict.fromkeys(
+        [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    )
+    (packages / "environment.pth").write_text("\n".join(others))
+    return packages
+
+
+@pytest.fixture(scope="session")
+def run_installed(installed, tmp_path_factory):
+    """Runs Python code in that environment, away from the checkout; returns its standard output."""
+    script = "Scripts/python.exe" if os.name == "nt" else "bin/python"
+    python = next(folder / script for folder in installed.parents if (folder / "pyvenv.cfg").is_file())
+    here = tmp_path_factory.mktemp("elsewhere")
+
+    def run(code, **changes):
+        done = subprocess.run(
+            [python, "-c", code], env=environment(**changes), capture_output=True, text=True, cwd=here
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def test_wheel_without_the_library_is_for_any_platform(wheel, names):
@@ -118,24 +146,28 @@ def test_console_script(installed):
     assert re.search(r"^yolo12-fastconv ?= ?yolo12_fastconv\.cli:main$", text, re.MULTILINE)
 
 
-def test_installed_package_works_outside_the_checkout(installed, tmp_path):
+def test_installed_package_works_outside_the_checkout(installed, run_installed):
     code = """
-import pathlib, sys
 import yolo12_fastconv
-from yolo12_fastconv import _compat, _library, ops
-root = pathlib.Path(sys.argv[1]).resolve()
-assert root in pathlib.Path(yolo12_fastconv.__file__).resolve().parents, yolo12_fastconv.__file__
-assert _compat.config_path("tolerances.yaml").resolve() == root / "yolo12_fastconv" / "configs" / "tolerances.yaml"
+from yolo12_fastconv import _compat, ops
 assert not ops.LIBRARY.loaded
+print(yolo12_fastconv.__file__)
+print(_compat.config_path("tolerances.yaml"))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(installed)],
-        env=environment(PYTHONPATH=str(installed)),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    package, tolerances = (Path(line).resolve() for line in run_installed(code).splitlines())
+    assert package == (installed / "yolo12_fastconv" / "__init__.py").resolve()
+    assert tolerances == (installed / "yolo12_fastconv" / "configs" / "tolerances.yaml").resolve()
+
+
+def test_startup_does_nothing_without_the_switch(run_installed):
+    code = "import sys; print([name for name in sys.modules if 'yolo12' in name or name in ('torch', 'ultralytics')])"
+    assert run_installed(code).strip() == "[]"
+    assert run_installed(code, YOLO12_FASTCONV="0").strip() == "[]"
+
+
+def test_startup_with_the_switch_imports_no_torch(run_installed):
+    code = "import sys; print('yolo12_fastconv._autopatch' in sys.modules, 'torch' in sys.modules)"
+    assert run_installed(code, YOLO12_FASTCONV="1").split() == ["True", "False"]
 
 
 def test_source_distribution_holds_what_a_build_needs(tmp_path):
