@@ -19,10 +19,10 @@ if "YOLO_CONFIG_DIR" not in os.environ:
 for _name in ("YOLO12_FASTCONV", "YOLO12_FASTCONV_DISABLE", "YOLO12_FASTCONV_STRICT"):
     os.environ.pop(_name, None)
 
-import numpy as np
-import pytest
-import support
-import torch
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import support  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
