@@ -49,7 +49,7 @@ case ${1:-} in
     echo "$wheel: $(du -h "$wheel" | cut -f 1)"
     ;;
   *)
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac
