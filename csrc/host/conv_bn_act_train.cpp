@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "gradients.h"
-#include "kernels.h"
+#include "device/kernels.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {

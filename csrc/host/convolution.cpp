@@ -5,7 +5,7 @@
 #include <limits>
 #include <string>
 
-#include "kernels.h"
+#include "device/kernels.h"
 
 namespace yolo12_fastconv {
 namespace {

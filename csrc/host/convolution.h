@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "tensors.h"
-#include "tile_menu.h"
+#include "device/tile_menu.h"
 
 namespace yolo12_fastconv {
 

@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "aten.h"
-#include "kernels.h"
+#include "device/kernels.h"
 
 namespace yolo12_fastconv {
 namespace {

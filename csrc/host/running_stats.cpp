@@ -1,6 +1,6 @@
 #include <torch/csrc/stable/accelerator.h>
 
-#include "kernels.h"
+#include "device/kernels.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {

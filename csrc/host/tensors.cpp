@@ -3,7 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "kernels.h"
+#include "device/kernels.h"
 
 namespace yolo12_fastconv {
 namespace {

@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "args.h"
-#include "dispatch.h"
+#include "device/args.h"
+#include "device/dispatch.h"
 
 namespace yolo12_fastconv {
 

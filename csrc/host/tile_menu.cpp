@@ -1,11 +1,11 @@
-#include "tile_menu.h"
+#include "device/tile_menu.h"
 
 #include <cstdlib>
 #include <iostream>
 #include <mutex>
 #include <set>
 
-#include "dispatch.h"
+#include "device/dispatch.h"
 
 namespace yolo12_fastconv {
 namespace {

@@ -13,11 +13,11 @@
 // ldmatrix and the copies are free of bank conflicts.
 #include <cstdint>
 
-#include "fast_divide.h"
-#include "kernels.h"
-#include "launch.cuh"
-#include "numeric.cuh"
-#include "tensor_core.cuh"
+#include "device/fast_divide.h"
+#include "device/kernels.h"
+#include "device/launch.cuh"
+#include "device/numeric.cuh"
+#include "device/tensor_core.cuh"
 
 namespace yolo12_fastconv {
 namespace {

@@ -7,9 +7,9 @@
 // writes are whole 32-byte sectors only in the first case, which costs less than uncoalesced reads would.
 #include <cstdint>
 
-#include "kernels.h"
-#include "launch.cuh"
-#include "numeric.cuh"
+#include "device/kernels.h"
+#include "device/launch.cuh"
+#include "device/numeric.cuh"
 
 namespace yolo12_fastconv {
 namespace {
