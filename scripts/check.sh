@@ -31,6 +31,8 @@ check "mypy" "$bin/mypy"
 check "clang-format" clang_format
 check "shell syntax" shell_syntax
 check "configs/conv_shapes.yaml" "$venv_python" scripts/list_conv_shapes.py --check
+check "README.md shows docs/benchmarks" "$venv_python" scripts/gpu_record.py readme --check
+check "age of docs/benchmarks" "$venv_python" scripts/gpu_record.py stale
 
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'failed: %s\n' "${failed[@]}" >&2
