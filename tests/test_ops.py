@@ -404,3 +404,20 @@ def test_layout_rule_follows_aten():
             weight = torch.randn(4, size[1], 1, 1)
             stock = torch.nn.functional.conv2d(x, weight)
             assert stock.is_contiguous(memory_format=_aten.output_format(x, weight)), (size, x.stride())
+
+
+def test_tf32_follows_both_spellings_of_torchs_switch():
+    cuda, conv = torch.device("cuda"), torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    try:
+        for value in (True, False, True):
+            torch.backends.cudnn.allow_tf32 = value
+            assert ops.allow_tf32(cuda, torch.float32) is value
+        conv.fp32_precision = "ieee"  # now the older spelling raises
+        assert ops.allow_tf32(cuda, torch.float32) is False
+        conv.fp32_precision = "tf32"
+        assert ops.allow_tf32(cuda, torch.float32) is True
+        assert ops.allow_tf32(cuda, torch.float16) is False
+        assert ops.allow_tf32(torch.device("cpu"), torch.float32) is False
+    finally:
+        conv.fp32_precision = before

@@ -95,8 +95,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def allow_tf32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether float32 convolutions may use TF32 on `device` right now: torch's own cuDNN switch, read live."""
-    return dtype is torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    """Whether float32 convolutions may use TF32 on `device` right now: torch's own switch for them, read live."""
+    if dtype is not torch.float32 or device.type != "cuda":
+        return False
+    if torch.compiler.is_compiling():  # the one spelling that Dynamo traces, and guards
+        return torch.backends.cudnn.allow_tf32
+    # The older switch raises where convolutions and RNNs were set apart; this one follows both spellings.
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 def conv_bn_act(
