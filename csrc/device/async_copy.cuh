@@ -1,0 +1,34 @@
+// Copies from global to shared memory that run while the threads compute (cp.async, from compute capability 8.0 on).
+// Before 8.0 the same functions copy at once.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace yolo12_fastconv {
+
+// 16 bytes; zeros, and no access to `from`, where not valid. Both addresses are aligned to 16 bytes.
+__device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void* from, bool valid) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+#else
+  *static_cast<uint4*>(to_shared) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+// Closes the group of copies issued since the last call.
+__device__ __forceinline__ void commit_async_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's groups are unfinished. Other threads see the data after a barrier.
+template <int kPending>
+__device__ __forceinline__ void wait_for_async_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace yolo12_fastconv
