@@ -24,7 +24,10 @@ __all__ = ["BatchNormState", "conv_bn_act", "conv_bn_act_train", "update_running
 
 NAMESPACE = "yolo12_fastconv"
 
-_GEOMETRY = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups, int act, ScalarType dtype, bool allow_tf32"
+_GEOMETRY = (
+    "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups, int act, ScalarType dtype, "
+    "bool allow_tf32"
+)
 _BN_EVAL = "Tensor? bn_weight, Tensor? bn_bias, Tensor? running_mean, Tensor? running_var, float eps"
 _BN_TRAIN = "Tensor? bn_weight, Tensor? bn_bias, float eps"
 _GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_weight, Tensor grad_bn_bias)"
