@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Layer-by-layer check of a patched model against stock Ultralytics: ``yolo12-fastconv parity`` as a script.
+
+    scripts/parity_check.py model=yolo12n.pt source=bus.jpg quantize=16      as the command; see its --help
+    scripts/parity_check.py --matrix n,m,l,x [KEY=VALUE ...] [--json FILE] [--markdown FILE]
+
+The matrix runs YOLO12 models with random weights, one after the other, each in fp32, fp16 and bf16, in evaluation mode
+(also fused, as ``predict`` has it) and in training mode, and writes one line for each. Keys: imgsz, batch, source,
+device, seed. Exit status as the command's: 0 all hold parity, 1 at least one is broken, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yolo12_fastconv import parity_cli
+from yolo12_fastconv.parity_report import ParityReport
+
+SCALES = "nsmlx"
+KEYS = ("imgsz", "batch", "source", "device", "seed")
+RUNS = [
+    ("eval", ("mode=eval",)),
+    ("eval, fused", ("mode=eval", "fuse=True")),
+    ("train", ("mode=train",)),
+]
+COLUMNS = (
+    "model",
+    "precision",
+    "mode",
+    "layers",
+    "tensors",
+    "closest to its limit",
+    "of limit",
+    "ratio",
+    "detections",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--matrix" not in arguments:
+        return parity_cli.main(arguments)
+    try:
+        scales, rest, files = _parse(arguments)
+        rows = [_row(f"yolo12{scale}.yaml", *run) for scale in scales for run in _runs(rest)]
+    except parity_cli.UsageError as error:
+        print(f"parity_check: {error}", file=sys.stderr)
+        return 2
+    text = _markdown(rows)
+    print(text, end="")
+    for path, content in zip(files, (json.dumps(_summary(rows), indent=1) + "\n", text), strict=True):
+        if path:
+            Path(path).write_text(content, encoding="utf-8")
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _parse(arguments: list[str]) -> tuple[list[str], list[str], tuple[str, str]]:
+    """Scales, KEY=VALUE arguments, and the files of --json and --markdown."""
+    scales: list[str] = []
+    rest: list[str] = []
+    files = {"--json": "", "--markdown": ""}
+    pending = iter(arguments)
+    for argument in pending:
+        if argument == "--matrix":
+            scales = next(pending, "").split(",")
+        elif argument in files:
+            files[argument] = next(pending, "")
+        elif argument.partition("=")[0] in KEYS:
+            rest.append(argument)
+        else:
+            raise parity_cli.UsageError(
+                f"{argument!r} has no place beside --matrix; the keys are {', '.join(KEYS)}"
+            )
+    if not scales or any(len(scale) != 1 or scale not in SCALES for scale in scales):
+        raise parity_cli.UsageError(
+            f"--matrix {','.join(scales)}: scales are {', '.join(SCALES)}, as in --matrix n,x"
+        )
+    return scales, rest, (files["--json"], files["--markdown"])
+
+
+def _runs(rest: list[str]) -> list[tuple[str, str, list[str]]]:
+    """(precision, mode, arguments) of each run."""
+    return [
+        (precision, mode, [f"dtype={precision}", *arguments, *rest])
+        for precision in ("fp32", "fp16", "bf16")
+        for mode, arguments in RUNS
+    ]
+
+
+def _row(model: str, precision: str, mode: str, arguments: list[str]) -> dict[str, Any]:
+    start = time.perf_counter()
+    report: ParityReport = parity_cli.run([f"model={model}", *arguments])
+    seconds = time.perf_counter() - start
+    print(f"{model} {precision} {mode}: {report.summary()} ({seconds:.0f} s)", file=sys.stderr)
+    worst = report.worst
+    row = {
+        "model": model.removesuffix(".yaml"),
+        "precision": precision,
+        "mode": mode,
+        "ok": report.ok,
+        "layers": len(list(report.layers())),
+        "tensors": len(report.rows) + len(report.outputs),
+        "worst": None if worst is None else f"{worst.layer} {worst.quantity}",
+        "used": None if worst is None else worst.comparison.used,
+        "ratio": None if worst is None else worst.comparison.ratio,
+        "kernels": sorted({row.kernel.split("/")[0] for row in report.rows}),
+        "detections": None if report.detections is None else str(report.detections).splitlines()[0],
+        "problems": [row.to_dict() for row in (*report.rows, *report.outputs) if not row.ok],
+        "environment": report.environment,
+    }
+    del report
+    gc.collect()  # models hold reference cycles
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return row
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"ok": all(row["ok"] for row in rows), "rows": rows}
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    environment = rows[0]["environment"]
+    lines = ["# Parity with stock Ultralytics, layer by layer", ""]
+    lines += [f"- {key}: {environment[key]}" for key in ("input", "source", "device", "library", "versions")]
+    lines += ["", f"| {' | '.join((*COLUMNS, 'verdict'))} |", "|" + "---|" * (len(COLUMNS) + 1)]
+    for row in rows:
+        used = "-" if row["used"] is None else f"{100 * row['used']:.0f} %"
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        detections = row["detections"] or "-"
+        cells = (
+            row["model"],
+            row["precision"],
+            row["mode"],
+            row["layers"],
+            row["tensors"],
+            row["worst"],
+            used,
+            ratio,
+        )
+        verdict = "parity" if row["ok"] else "**BROKEN**"
+        lines.append("| " + " | ".join(map(str, (*cells, detections, verdict))) + " |")
+    for row in rows:
+        for problem in row["problems"]:
+            numbers = (
+                problem["problem"]
+                or f"ours {problem['ours']}, stock {problem['stock']}, limit {problem['limit']}"
+            )
+            lines += [
+                "",
+                f"- {row['model']} {row['precision']} {row['mode']}: {problem['layer']} {problem['quantity']}: ",
+            ]
+            lines[-1] += f"{numbers} ({problem['geometry']}, {problem['kernel']})"
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
