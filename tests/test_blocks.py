@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import os
 import pickle
@@ -32,7 +33,7 @@ from ultralytics.nn.modules.conv import Conv, DWConv
 
 from yolo12_fastconv import blocks, ops
 from yolo12_fastconv.blocks import FastConv, FastDWConv
-from yolo12_fastconv.patching import patch_model, patch_modules, unpatch_modules
+from yolo12_fastconv.patching import patch_model, patch_modules, patch_report, unpatch_modules
 
 
 def with_bias(block: Conv) -> Conv:
@@ -91,6 +92,25 @@ def test_output_gradients_and_buffers_equal_stock(name, training):
     assert_same(y, stock_y, 1e-14)
     assert_same_grads(grads, stock_grads, 1e-11)
     assert_same_buffers(fast, block, 1e-14)
+
+
+def fused_block(name: str, dtype: torch.dtype = torch.float64) -> Conv:
+    """A block after Ultralytics' fuse(): a biased convolution without batch norm."""
+    block = with_bias(GEOMETRIES[name]())
+    del block.bn
+    block.forward = block.forward_fuse
+    return block.to(dtype)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_fused_blocks_equal_stock_also_in_gradients(name):
+    block = fused_block(name)
+    fast = patched_copy(block)
+    x = make_input(block)
+    assert fused_calls(fast, x.detach()) == 1
+    stock, ours = step(block, x), step(fast, x)
+    assert_same(ours[0], stock[0], 1e-14)
+    assert_same_grads(ours[1], stock[1], 1e-11)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -655,6 +675,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Using padding")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_children_that_the_op_cannot_serve_run_as_stock(change):
     block = Conv(4, 6, 3).double()
@@ -704,6 +725,7 @@ def test_tensor_subclasses_keep_their_behaviour():
     assert torch.equal(y.as_subclass(torch.Tensor), block(x))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_function_transforms_and_forward_mode():
     block = make("3x3").eval()
     fast = patched_copy(block)
@@ -1004,6 +1026,7 @@ def test_strict_mode_makes_fallbacks_errors(monkeypatch):
     assert fast(x).shape == (3, 13, 11, 13)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_strict_mode_lets_exports_through(monkeypatch):
     fast = patched_copy(make("3x3").eval())
     x = make_input(fast).detach()
@@ -1021,6 +1044,22 @@ def test_strict_block_names_itself_in_copies_but_not_in_files():
     assert pickle.loads(pickle.dumps(model))(torch.randn(1, 3, 8, 8)).shape == (1, 8, 8, 8)
     unpatch_modules(model)
     assert "_fc_strict" not in vars(model[0])
+
+
+def test_a_device_that_the_library_does_not_serve_is_named_once(monkeypatch):
+    if not ops.LIBRARY.loaded:
+        monkeypatch.setattr(ops, "LIBRARY", dataclasses.replace(ops.LIBRARY, loaded=True, reason=""))
+    monkeypatch.setattr(blocks, "_device_problems", {})
+    monkeypatch.setattr(
+        blocks._library, "device_supported", lambda index, dtype: (False, f"cuda:{index} is too old")
+    )
+    said: list[str] = []
+    monkeypatch.setattr(
+        blocks._compat.get_logger(), "warning", lambda text, *values: said.append(text % values)
+    )
+    for _ in range(2):
+        assert blocks.kernel_reason(torch.device("cuda", 1), torch.float16) == "cuda:1 is too old"
+    assert said == ["yolo12_fastconv: blocks compute as stock: cuda:1 is too old"]
 
 
 # --------------------------------------------------------------------------------------------------------------- GPU
@@ -1086,6 +1125,18 @@ def test_gpu_block_against_float64(cuda, name, layout, dtype, training):
     fast = patched_copy(block)
     assert fused_calls(copy.deepcopy(fast), x) == 1
     assert fast(x).is_contiguous(memory_format=torch.channels_last)
+    assert_no_worse(errors(block, x), 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_gpu_fused_block_against_float64(cuda, name, dtype):
+    block = fused_block(name, dtype).to(cuda)
+    x = make_input(block, (20, 34), 2, dtype).detach().to(cuda)
+    assert fused_calls(patched_copy(block), x) == 1
     assert_no_worse(errors(block, x), 4 * torch.finfo(dtype).eps)
 
 
@@ -1157,6 +1208,18 @@ def test_gpu_one_value_per_channel(cuda):
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fast(x)
     assert fast.eval()(x).shape == (1, 8, 1, 1)
+
+
+@pytest.mark.gpu
+def test_gpu_that_the_library_does_not_serve_computes_as_stock(cuda, monkeypatch):
+    block = make("3x3", torch.float16).eval().to(cuda)
+    fast = patched_copy(block)
+    x = make_input(block, dtype=torch.float16).detach().to(cuda)
+    monkeypatch.setattr(blocks, "_device_problems", {})
+    monkeypatch.setattr(blocks._library, "device_supported", lambda index, dtype: (False, "too old"))
+    assert fused_calls(fast, x) == 0
+    assert torch.equal(fast(x), block(x))
+    assert {row.reason for row in patch_report(fast)} == {"too old"}
 
 
 @pytest.mark.gpu

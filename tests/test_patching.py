@@ -690,6 +690,7 @@ def test_wrapped_models(tiny, images, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_models_that_cannot_be_patched():
     with pytest.raises(PatchError, match="Linear holds no Ultralytics Conv block"):
         patch_model(nn.Linear(2, 2))

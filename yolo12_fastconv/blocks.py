@@ -226,7 +226,11 @@ def _input_reason(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
     ):
         return "a function transform or forward-mode differentiation is active"
-    if not (x.is_cuda or x.device.type == "cpu"):
+    if x.is_cuda:
+        problem = _device_problem(x.device.index, ops.compute_dtype(x)) if ops.LIBRARY.loaded else None
+        if problem is not None:
+            return problem
+    elif x.device.type != "cpu":
         return f"the input is on {x.device}"
     if x.dim() != 4 or x.layout is not torch.strided:
         return "the input is not a dense (N, C, H, W) tensor"
@@ -321,11 +325,26 @@ def kernel_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"ATen ({device.type})"
     if not ops.LIBRARY.loaded:
         return ops.LIBRARY.reason
-    if torch.compiler.is_compiling():
-        return None  # looking a device up is no part of a graph
-    index = torch.cuda.current_device() if device.index is None else device.index
-    supported, reason = _library.device_supported(index, dtype)
-    return None if supported else reason
+    return _device_problem(torch.cuda.current_device() if device.index is None else device.index, dtype)
+
+
+_device_problems: dict[tuple[int, torch.dtype], str | None] = {}
+
+
+def _device_problem(index: int, dtype: torch.dtype) -> str | None:
+    """Why the loaded library cannot serve a CUDA device, or None. Logs a reason the first time it is found."""
+    key = (index, dtype)
+    if key not in _device_problems:
+        supported, reason = _library.device_supported(index, dtype)
+        _device_problems[key] = None if supported else reason
+        if not supported:
+            _compat.get_logger().warning("yolo12_fastconv: blocks compute as stock: %s", reason)
+    return _device_problems[key]
+
+
+# For Dynamo a constant, instead of code to trace: what `torch.compiler.assume_constant_result` sets, which costs the
+# import of the whole compiler.
+_device_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _class_name(module: nn.Module) -> str:

@@ -356,6 +356,14 @@ def _structure_reason(block: Any) -> str | None:
     return blocks.structure_reason(block.conv, block._modules.get("bn"), block.act)
 
 
+def _device_problem(block: Any) -> str | None:
+    """Why the GPU that holds `block` is not served by the compiled library; None on a CPU or without a library."""
+    weight = block.conv.weight
+    if not weight.is_cuda or not ops.LIBRARY.loaded:
+        return None
+    return blocks.kernel_reason(weight.device, weight.dtype)
+
+
 def _is_fused_forward(block: nn.Module, forward: Any) -> bool:
     """Whether `forward` is the block's own `forward_fuse`, as Ultralytics' ``fuse()`` leaves it."""
     functions = (Conv.forward_fuse, blocks.FastConv.forward_fuse)
@@ -613,7 +621,7 @@ def _stock_row_reason(layer: nn.Module) -> str:
         forward = vars(layer).get("forward")
         if forward is not None and not _is_fused_forward(layer, forward):
             return "has a forward of its own (an instance attribute)"
-        return _structure_reason(layer) or ""
+        return _structure_reason(layer) or _device_problem(layer) or ""
     if not isinstance(layer, Conv):
         return f"{type(layer).__name__}, not a Conv block"
     return _why_not(layer) or "not patched"
