@@ -954,10 +954,10 @@ def test_gpu_model_in_evaluation_against_float64(cuda, cfg, fused, dtype, layout
     "autocast", [None, torch.float16, torch.bfloat16], ids=["fp32", "amp-fp16", "amp-bf16"]
 )
 def test_gpu_training_step_against_float64(cuda, autocast, yolo12n):
-    """Gradients of a whole model: no parameter's further from the truth than stock's, on the whole."""
+    """All gradients of a model together are no further from the truth than stock's."""
     yolo12n.requires_grad_(True).train()
     x = torch.rand(4, 3, 128, 128)
-    truth = step(copy.deepcopy(yolo12n).double(), x.double())[1]
+    truth = {n: g for n, g in step(copy.deepcopy(yolo12n).double(), x.double())[1].items() if g is not None}
     model = yolo12n.to(cuda).to(memory_format=torch.channels_last)
     fast = patch_model(copy.deepcopy(model))
     errors = []
