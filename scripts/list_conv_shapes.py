@@ -87,7 +87,7 @@ def listing() -> str:
                 detect[scale] = blocks
             else:
                 blocks = Counter({block: n for block, n in blocks.items() if block not in detect[scale]})
-            lines.append(f"  {scale}:\n")
+            lines.append(f"  {scale}:\n" if blocks else f"  {scale}: []\n")
             for block, count in blocks.items():
                 row = ", ".join(f"{key}: {value}" for key, value in zip(KEYS, block, strict=True))
                 lines.append(f"    - {{{row}, count: {count}}}\n")

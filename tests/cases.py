@@ -28,8 +28,46 @@ LAYOUTS = {
     "nchw_slice": "channels 3.. of a wider NCHW tensor",
     "crop": "a window inside a larger NHWC picture",
     "transposed": "height and width swapped: neither NCHW nor NHWC",
-    "expanded": "one NHWC picture seen N times: batch stride 0",
+    "expanded": "the first NHWC picture seen N times: batch stride 0",
 }
+
+
+def relayout(x: Tensor, layout: str) -> Tensor:
+    """The numbers of `x` (N, C, H, W) in one of `LAYOUTS`. What lies around a slice or a crop is NaN.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
+    n, c, h, w = x.shape
+
+    def window(
+        channels: int, c0: int, height: int, h0: int, width: int, w0: int, memory_format: torch.memory_format
+    ) -> Tensor:
+        wide = x.new_full((n, channels, height, width), float("nan")).contiguous(memory_format=memory_format)
+        view = wide[:, c0 : c0 + c, h0 : h0 + h, w0 : w0 + w]
+        view.copy_(x)
+        return view
+
+    nhwc, nchw = torch.channels_last, torch.contiguous_format
+    match layout:
+        case "nhwc":
+            return x.contiguous(memory_format=nhwc)
+        case "nchw":
+            return x.contiguous()
+        case "slice":
+            # Always at least one 16-byte group on either side, and a pixel stride that is a multiple of 8.
+            return window(-(-c // 8) * 8 + 16, 8, h, 0, w, 0, nhwc)
+        case "misaligned":
+            return window(c + 4, 3, h, 0, w, 0, nhwc)
+        case "nchw_slice":
+            return window(c + 4, 3, h, 0, w, 0, nchw)
+        case "crop":
+            return window(c, 0, h + 3, 2, w + 2, 1, nhwc)
+        case "transposed":
+            return x.transpose(2, 3).contiguous(memory_format=nhwc).transpose(2, 3)
+        case "expanded":
+            return x[:1].contiguous(memory_format=nhwc).expand(n, c, h, w)
+    raise ValueError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +201,8 @@ class Case:
         def uniform(low: float, high: float, *size: int) -> Tensor:
             return low + (high - low) * torch.rand(*size, generator=generator, device=device)
 
-        x = self._layout(lambda *size: (self.x_mean + self.x_std * normal(*size)).to(dtype))
+        values = self.x_mean + self.x_std * normal(self.batch, self.ci, self.h, self.w)
+        x = relayout(values.to(dtype), self.layout)
         weight = normal(self.co, self.ci // self.groups, *self.kernel) / self.terms**0.5
         # The running statistics belong to what the convolution returns, more or less.
         mean = self.x_mean * weight.sum((1, 2, 3)) + 0.1 * self.x_std * normal(self.co)
@@ -184,33 +223,6 @@ class Case:
             else None,
             grad_y=normal(*self.out_size).to(dtype).contiguous(memory_format=nhwc),
         )
-
-    def _layout(self, make: Any) -> Tensor:
-        """x as `layout` says, around what `make(*size)` returns for an NCHW size."""
-        n, c, h, w = self.batch, self.ci, self.h, self.w
-
-        def nhwc(channels: int, height: int = h, width: int = w, batch: int = n) -> Tensor:
-            return make(batch, channels, height, width).contiguous(memory_format=torch.channels_last)
-
-        match self.layout:
-            case "nhwc":
-                return nhwc(c)
-            case "nchw":
-                return make(n, c, h, w)
-            case "slice":
-                # Always at least one 16-byte group on either side, and a pixel stride that is a multiple of 8.
-                return nhwc(-(-c // 8) * 8 + 16)[:, 8 : 8 + c]
-            case "misaligned":
-                return nhwc(c + 4)[:, 3 : 3 + c]
-            case "nchw_slice":
-                return make(n, c + 4, h, w)[:, 3 : 3 + c]
-            case "crop":
-                return nhwc(c, h + 3, w + 2)[:, :, 2 : 2 + h, 1 : 1 + w]
-            case "transposed":
-                return nhwc(c, w, h).transpose(2, 3)
-            case "expanded":
-                return nhwc(c, batch=1).expand(n, c, h, w)
-        raise ValueError(f"layout {self.layout!r} is not one of {', '.join(LAYOUTS)}")
 
 
 def with_layouts(case: Case, layouts: Sequence[str]) -> list[Case]:
@@ -270,7 +282,7 @@ def conv_shapes(
                 act=act,
                 batch=batch,
                 count=row["count"],
-            )  # fmt: skip
+            )
         )
     return cases
 

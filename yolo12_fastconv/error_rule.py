@@ -102,6 +102,11 @@ def precision_name(dtype: torch.dtype, allow_tf32: bool, device: torch.device) -
     return str(dtype).removeprefix("torch.")
 
 
+def finite(value: float) -> float | None:
+    """`value`, or None where JSON has no word for it (NaN, infinity)."""
+    return value if math.isfinite(value) else None
+
+
 def compare(
     ours: Tensor,
     stock: Tensor,

@@ -146,7 +146,8 @@ def randomise_(network: nn.Module, batch: Tensor, *, seed: int = 0) -> None:
             for layer in layers:
                 # Small maps of few pictures leave a channel next to no variance, and dividing by that would amplify
                 # every rounding. The rest of a new network's variances are around 0.2.
-                layer.running_var.clamp_(min=0.05)
+                if layer.running_var is not None:
+                    layer.running_var.clamp_(min=0.05)
         finally:
             for layer, momentum in zip(layers, momenta, strict=True):
                 layer.momentum = momentum

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from yolo12_fastconv.detections import DetectionReport
-from yolo12_fastconv.error_rule import Comparison
+from yolo12_fastconv.error_rule import Comparison, finite
 
 __all__ = ["ParityReport", "ParityRow"]
 
@@ -45,7 +45,7 @@ class ParityRow:
             "ours": _pair(c.ours),
             "stock": _pair(c.stock),
             "limit": _pair(c.limit),
-            "ratio": _number(c.ratio),
+            "ratio": finite(c.ratio),
             "ok": c.ok,
             "problem": c.problem,
         }
@@ -178,12 +178,8 @@ class ParityReport:
         return notes
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _pair(values: tuple[float, float]) -> dict[str, float | None]:
-    return {"max": _number(values[0]), "l2": _number(values[1])}
+    return {"max": finite(values[0]), "l2": finite(values[1])}
 
 
 def _errors(values: tuple[float, float]) -> str:
