@@ -30,14 +30,15 @@ def _is_channels_last(t: Tensor) -> bool:
     # nothing but contiguous strides is not channels_last.
     if t.dim() != 4:
         return False
-    minimum = 0
-    if t.stride(1) == 0:
+    sizes, strides = t.shape, t.stride()
+    minimum, adjacent = 0, strides[1]
+    if adjacent == 0:
         return False
     for dim in (1, 3, 2, 0):
-        size, stride = t.size(dim), t.stride(dim)
+        size, stride = sizes[dim], strides[dim]
         if size == 0 or stride < minimum:
             return False
-        if dim == 0 and minimum == t.stride(1):
+        if dim == 0 and minimum == adjacent:
             return False
         minimum = stride * size if size > 1 else stride
     return True
@@ -73,12 +74,13 @@ def _convolution(
     dilation: list[int],
     groups: int,
     dtype: torch.dtype,
+    layout: torch.memory_format,
 ) -> Tensor:
     cast_bias = None if bias is None else bias.to(dtype)
     z = aten.convolution(
         x.to(dtype), weight.to(dtype), cast_bias, stride, padding, dilation, False, [0, 0], groups
     )
-    return _in_format(z, output_format(x, weight))
+    return _in_format(z, layout)
 
 
 def _finish(u: Tensor, act: int, residual: Tensor | None) -> Tensor:
@@ -112,11 +114,12 @@ def conv_bn_act(
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
     check_statistics(size[1], x, running_mean, running_var)
     check_residual(residual, size)
+    layout = output_format(x, weight)
     with _without_autocast(x.device):
-        u = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype)
+        u = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype, layout)
         if running_mean is not None:
             u = aten.native_batch_norm(u, bn_weight, bn_bias, running_mean, running_var, False, 0.0, eps)[0]
-            u = _in_format(u, output_format(x, weight))
+            u = _in_format(u, layout)
         return _finish(u, act, residual)
 
 
@@ -139,8 +142,9 @@ def conv_bn_act_backward(
     allow_tf32: bool,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    layout = output_format(x, weight)
     with _without_autocast(x.device):
-        z = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype)
+        z = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype, layout)
         u = z
         if running_mean is not None:
             u = aten.native_batch_norm(z, bn_weight, bn_bias, running_mean, running_var, False, 0.0, eps)[0]
@@ -174,8 +178,9 @@ def conv_bn_act_train(
     size = output_size(x, weight, stride, padding, dilation, groups)
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
     check_residual(residual, size)
+    layout = output_format(x, weight)
     with _without_autocast(x.device):
-        z = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype)
+        z = _convolution(x, weight, bias, stride, padding, dilation, groups, dtype, layout)
         channels, count = z.size(1), z.numel() // z.size(1)
         # Fresh "running" buffers with momentum 1 receive the batch mean and the unbiased variance.
         stats_dtype = torch.promote_types(dtype, torch.float32)
@@ -183,7 +188,7 @@ def conv_bn_act_train(
         var = torch.zeros(channels, dtype=stats_dtype, device=x.device)
         gamma, beta = _cast(bn_weight, stats_dtype), _cast(bn_bias, stats_dtype)
         u = aten.native_batch_norm(z, gamma, beta, mean, var, True, 1.0, eps)[0]
-        u = _in_format(u, output_format(x, weight))
+        u = _in_format(u, layout)
         return _finish(u, act, residual), z, mean, var.mul_((count - 1) / count)
 
 

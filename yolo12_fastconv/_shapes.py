@@ -6,34 +6,42 @@ has the same in C++ (csrc/host/convolution.cpp). Every failed check is a Runtime
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 
+def _require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    # torch._check costs 10 us on a plain bool; it is for the symbolic sizes of a compiler.
+    if isinstance(condition, bool):
+        if not condition:
+            raise RuntimeError(message())
+    else:
+        torch._check(condition, message)
+
+
 def output_size(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> list[int]:
     """Sizes (N, K, P, Q) of the convolution's output, after checking every size that goes in."""
-    torch._check(x.dim() == 4, lambda: f"x must be (N, C, H, W), got {tuple(x.shape)}")
-    torch._check(
-        weight.dim() == 4, lambda: f"weight must be (K, C / groups, R, S), got {tuple(weight.shape)}"
-    )
-    torch._check(groups > 0, lambda: f"groups must be positive, got {groups}")
+    _require(x.dim() == 4, lambda: f"x must be (N, C, H, W), got {tuple(x.shape)}")
+    _require(weight.dim() == 4, lambda: f"weight must be (K, C / groups, R, S), got {tuple(weight.shape)}")
+    _require(groups > 0, lambda: f"groups must be positive, got {groups}")
     for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        torch._check(
+        _require(
             len(pair) == 2 and all(value >= least for value in pair),
             partial("{} must be two integers >= {}, got {}".format, name, least, pair),
         )
-    torch._check(
+    _require(
         x.shape[1] == weight.shape[1] * groups,
         lambda: (
             f"x has {x.shape[1]} channels, but weight {tuple(weight.shape)} with groups={groups} takes "
             f"{weight.shape[1] * groups}"
         ),
     )
-    torch._check(
+    _require(
         weight.shape[0] % groups == 0,
         lambda: f"weight has {weight.shape[0]} output channels, not a multiple of groups={groups}",
     )
@@ -41,7 +49,7 @@ def output_size(
     for axis in (0, 1):
         size = x.shape[2 + axis] + 2 * padding[axis]
         extent = dilation[axis] * (weight.shape[2 + axis] - 1) + 1
-        torch._check(
+        _require(
             size >= extent,
             partial("padded input size {} is smaller than the kernel's extent {}".format, size, extent),
         )
@@ -54,10 +62,8 @@ def check_channels(channels: int, x: Tensor, **vectors: Tensor | None) -> None:
     for name, vector in vectors.items():
         if vector is not None:
             shape = tuple(vector.shape)
-            torch._check(
-                shape == (channels,), partial("{} must be ({},), got {}".format, name, channels, shape)
-            )
-            torch._check(
+            _require(shape == (channels,), partial("{} must be ({},), got {}".format, name, channels, shape))
+            _require(
                 vector.device == x.device,
                 partial("{} is on {}, x on {}".format, name, vector.device, x.device),
             )
@@ -67,7 +73,7 @@ def check_statistics(
     channels: int, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None
 ) -> None:
     """Running mean and variance: both or neither, (channels,), on the device of `x`."""
-    torch._check(
+    _require(
         (running_mean is None) == (running_var is None),
         lambda: "running_mean and running_var go together: give both or neither",
     )
@@ -77,7 +83,7 @@ def check_statistics(
 def check_residual(residual: Tensor | None, size: list[int]) -> None:
     """The residual has the output's size: nothing is broadcast."""
     if residual is not None:
-        torch._check(
+        _require(
             list(residual.shape) == size,
             lambda: f"residual must be {tuple(size)}, got {tuple(residual.shape)}",
         )

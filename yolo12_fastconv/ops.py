@@ -11,12 +11,12 @@ that ATen's convolution would return. Weight gradients have the strides and dtyp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten, _library, reference
+from yolo12_fastconv import _aten, _autograd, _library
 from yolo12_fastconv._shapes import check_channels, check_residual, check_statistics, output_size
 from yolo12_fastconv.reference import ACTIVATIONS, IDENTITY, SILU
 
@@ -143,7 +143,9 @@ def conv_bn_act(
     """
     dtype = compute_dtype(x)
     bn_weight, bn_bias, mean, var, eps = bn if bn is not None else (None, None, None, None, 0.0)
-    return _ops.conv_bn_act.default(
+    # Eager calls enter the autograd kernel without a trip through the dispatcher, which would cost 15 us on a CPU core.
+    op = _ops.conv_bn_act.default if torch.compiler.is_compiling() else _autograd.conv_bn_act
+    return op(
         x, weight, bias, bn_weight, bn_bias, mean, var, eps, residual, stride, padding, dilation, groups,
         ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
     )  # fmt: skip
@@ -177,7 +179,8 @@ def conv_bn_act_train(
         RuntimeError: as `conv_bn_act`, and where a channel has a single value, of which there is no variance.
     """
     dtype = compute_dtype(x)
-    y, _z, mean, var = _ops.conv_bn_act_train.default(
+    op = _ops.conv_bn_act_train.default if torch.compiler.is_compiling() else _autograd.conv_bn_act_train
+    y, _z, mean, var = op(
         x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups,
         ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
     )  # fmt: skip
@@ -278,104 +281,8 @@ def _(running_mean, running_var, num_batches_tracked, mean, var, momentum, count
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
-
-def _differentiable_grads(ctx: Any, grad_y: Tensor, forward: Any) -> list[Tensor | None]:
-    """Gradients as a differentiable function of everything saved: what ``create_graph=True`` asks for.
-
-    Recomputes the op with `forward(*tensors)` from `reference.py`; slower than the kernels and right at any order.
-    """
-    inputs = ctx.saved_tensors[: ctx.num_inputs]
-    with torch.enable_grad(), torch.autocast(grad_y.device.type, enabled=False):
-        # A tensor that needs no gradient stays as it is; the others enter as themselves, so that the result hangs on
-        # their history.
-        y = forward(*inputs)
-        wanted = [t for t, needed in zip(inputs, ctx.wanted, strict=True) if needed]
-        grads = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=True, allow_unused=True))
-    return [next(grads) if needed else None for needed in ctx.wanted]
-
-
-def _setup_eval(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    (x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *geometry) = inputs
-    ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, mean, var)
-    ctx.num_inputs = 5
-    ctx.geometry = geometry
-    ctx.residual_dtype = None if residual is None else residual.dtype
-
-
-def _backward_eval(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-    ctx.wanted = ctx.needs_input_grad[:5]
-    if torch.is_grad_enabled():  # create_graph=True
-        mean, var = ctx.saved_tensors[5:]
-
-        def forward(x, weight, bias, bn_weight, bn_bias):
-            return reference.conv_bn_act(
-                x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, None, *ctx.geometry[:-1]
-            )
-
-        grads = _differentiable_grads(ctx, grad_y, forward)
-    else:
-        x, weight, bias, bn_weight, bn_bias, mean, var = ctx.saved_tensors
-        out = _ops.conv_bn_act_backward.default(
-            grad_y, x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, *ctx.geometry, ctx.wanted
-        )
-        grads = [grad if needed else None for grad, needed in zip(out, ctx.wanted, strict=True)]
-    return (*grads, None, None, None, _residual_grad(ctx, grad_y, 8), *[None] * len(ctx.geometry))
-
-
-def _residual_grad(ctx: Any, grad_y: Tensor, position: int) -> Tensor | None:
-    return grad_y.to(ctx.residual_dtype) if ctx.needs_input_grad[position] else None
-
-
-def _setup_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    (x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *geometry) = inputs
-    _y, z, mean, var = output
-    ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var)
-    ctx.mark_non_differentiable(z, mean, var)
-    ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
-    ctx.num_inputs = 5
-    ctx.geometry = geometry
-    ctx.residual_dtype = None if residual is None else residual.dtype
-
-
-def _backward_train(
-    ctx: Any, grad_y: Tensor | None, _grad_z: None, _grad_mean: None, _grad_var: None
-) -> tuple[Any, ...]:
-    nothing = [None] * len(ctx.geometry)
-    if grad_y is None:
-        return (*[None] * 7, *nothing)
-    ctx.wanted = ctx.needs_input_grad[:5]
-    if torch.is_grad_enabled():  # create_graph=True
-
-        def forward(x, weight, bias, bn_weight, bn_bias):
-            return reference.conv_bn_act_train(
-                x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
-            )[0]
-
-        grads = _differentiable_grads(ctx, grad_y, forward)
-    else:
-        x, weight, bias, bn_weight, bn_bias, z, mean, var = ctx.saved_tensors
-        out = _ops.conv_bn_act_train_backward.default(
-            grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, ctx.wanted
-        )
-        grads = [grad if needed else None for grad, needed in zip(out, ctx.wanted, strict=True)]
-    return (*grads, None, _residual_grad(ctx, grad_y, 6), *nothing)
-
-
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        "yolo12_fastconv: the backward ops are not differentiable by themselves. "
-        "Differentiate the forward op with create_graph=True instead."
-    )
-
-
-torch.library.register_autograd(
-    f"{NAMESPACE}::conv_bn_act", _backward_eval, setup_context=_setup_eval, lib=_lib
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::conv_bn_act_train", _backward_train, setup_context=_setup_train, lib=_lib
-)
-for _name in ("conv_bn_act_backward", "conv_bn_act_train_backward"):
-    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _no_second_derivative, lib=_lib)
+for _name in ("conv_bn_act", "conv_bn_act_train", "conv_bn_act_backward", "conv_bn_act_train_backward"):
+    _lib.impl(_name, getattr(_autograd, _name), "Autograd")
 
 
 # -------------------------------------------------------------------------------------------------------- host ops

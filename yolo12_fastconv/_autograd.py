@@ -1,0 +1,161 @@
+"""Autograd of the ops: kernels that `ops.py` registers under the dispatcher's Autograd key and calls in eager mode.
+
+Written by hand instead of through ``torch.library.register_autograd``, whose generic wrapper looks up the schema's 18
+arguments at every call: that took longer than the convolutions of a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolo12_fastconv import reference
+
+_ops = torch.ops.yolo12_fastconv
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+# Positions of the differentiable arguments, the same in both forward ops; the residual comes after them.
+_DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
+_RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
+
+
+def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in (*arguments[:_DIFFERENTIABLE], arguments[residual]))
+
+
+def conv_bn_act(*arguments: Any) -> Tensor:
+    if _needs_grad(arguments, _RESIDUAL["conv_bn_act"]):
+        return _Inference.apply(*arguments)
+    with _BelowAutograd():
+        return _ops.conv_bn_act.default(*arguments)
+
+
+def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
+        return _Training.apply(*arguments)
+    with _BelowAutograd():
+        return _ops.conv_bn_act_train.default(*arguments)
+
+
+def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.conv_bn_act_backward.default, arguments)
+
+
+def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.conv_bn_act_train_backward.default, arguments)
+
+
+class _Inference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        with _BelowAutograd():
+            y = _ops.conv_bn_act.default(*arguments)
+        x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *ctx.geometry = arguments
+        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, mean, var)
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        *inputs, mean, var = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
+        if torch.is_grad_enabled():  # create_graph=True
+
+            def forward(x, weight, bias, bn_weight, bn_bias):
+                return reference.conv_bn_act(
+                    x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, None, *ctx.geometry[:-1]
+                )
+
+            grads = _differentiable_grads(inputs, wanted, grad_y, forward)
+        else:
+            out = _ops.conv_bn_act_backward.default(
+                grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
+            )
+            grads = _asked_for(out, wanted)
+        return (*grads, None, None, None, _residual_grad(ctx, grad_y, 8), *[None] * len(ctx.geometry))
+
+
+class _Training(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with _BelowAutograd():
+            y, z, mean, var = _ops.conv_bn_act_train.default(*arguments)
+        x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *ctx.geometry = arguments
+        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var)
+        ctx.mark_non_differentiable(z, mean, var)
+        ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return y, z, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
+        nothing = [None] * len(ctx.geometry)
+        if grad_y is None:
+            return (*[None] * 7, *nothing)
+        x, weight, bias, bn_weight, bn_bias, z, mean, var = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
+        if torch.is_grad_enabled():  # create_graph=True
+
+            def forward(x, weight, bias, bn_weight, bn_bias):
+                return reference.conv_bn_act_train(
+                    x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
+                )[0]
+
+            grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
+        else:
+            out = _ops.conv_bn_act_train_backward.default(
+                grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted
+            )
+            grads = _asked_for(out, wanted)
+        return (*grads, None, _residual_grad(ctx, grad_y, 6), *nothing)
+
+
+def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
+    return [grad if needed else None for grad, needed in zip(grads, wanted, strict=True)]
+
+
+def _residual_grad(ctx: Any, grad_y: Tensor, position: int) -> Tensor | None:
+    return grad_y.to(ctx.residual_dtype) if ctx.needs_input_grad[position] else None
+
+
+def _differentiable_grads(
+    inputs: list[Tensor | None], wanted: tuple[bool, ...], grad_y: Tensor, forward: Callable[..., Tensor]
+) -> list[Tensor | None]:
+    """Gradients as a differentiable function of everything saved: what ``create_graph=True`` asks for.
+
+    Recomputes the op with `forward(*inputs)` from `reference.py`; slower than the kernels and right at any order. The
+    saved tensors enter as themselves, so that the result hangs on their history.
+    """
+    with torch.enable_grad(), torch.autocast(grad_y.device.type, enabled=False):
+        y = forward(*inputs)
+        sources = [t for t, needed in zip(inputs, wanted, strict=True) if needed and t is not None]
+        grads = iter(torch.autograd.grad(y, sources, grad_y, create_graph=True, allow_unused=True))
+    return [next(grads) if needed else None for needed in wanted]
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        with _BelowAutograd():
+            return op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "yolo12_fastconv: the backward ops are not differentiable by themselves. "
+            "Differentiate the forward op with create_graph=True instead."
+        )
+
+
+def _once_differentiable(
+    op: Callable[..., tuple[Tensor, ...]], arguments: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+        return _OnceDifferentiable.apply(op, *arguments)
+    with _BelowAutograd():
+        return op(*arguments)
