@@ -28,7 +28,7 @@ def info_mark(version=yolo12_fastconv.__version__):
 def cuda_build(monkeypatch):
     """PyTorch that says it was built for CUDA, and no switch of the plugin set."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("YOLO12_FASTCONV_DISABLE", "YOLO12_FASTCONV_LIBRARY"):
+    for name in ("YOLO12_FASTCONV_DISABLE", "YOLO12_FASTCONV_LIBRARY", "YOLO12_FASTCONV_TARGET"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -73,6 +73,13 @@ def test_disable_switch(monkeypatch, cuda_build):
     monkeypatch.setenv("YOLO12_FASTCONV_DISABLE", "1")
     status = _library._load()
     assert not status.loaded and status.tried == () and "YOLO12_FASTCONV_DISABLE=1" in status.reason
+
+
+@pytest.mark.parametrize(("target", "words"), [("aten", "asks for ATen"), ("sm120", "sm120 is none of sm80")])
+def test_target_that_is_no_kernels(monkeypatch, cuda_build, target, words):
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
+    status = _library._load()
+    assert not status.loaded and status.tried == () and words in status.reason
 
 
 def test_cpu_only_torch_is_not_tried(monkeypatch, cuda_build):

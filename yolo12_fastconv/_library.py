@@ -23,6 +23,10 @@ from yolo12_fastconv import _compat
 
 FILE_NAME = "libyolo12_fastconv.so"
 
+# Families of instructions that kernels are written for; the library reads the switch at every call
+# (csrc/host/tile_menu.cpp), "aten" is decided here.
+TARGETS = ("sm80",)
+
 # Cards with compute capability 7.5 or below it, mostly without tensor cores, whose half precision gives NaN or zeros
 # in convolutions; recognised by name, since the capability does not tell them from sound ones. GTX 16xx and MX450/550
 # hold TU116 or TU117 chips, as do the T-series workstation cards (T4 is another chip, and sound).
@@ -84,6 +88,11 @@ def _load() -> LibraryStatus:
 
     if _compat.env_flag("YOLO12_FASTCONV_DISABLE"):
         return failed(f"YOLO12_FASTCONV_DISABLE={os.environ['YOLO12_FASTCONV_DISABLE']} turns the plugin off")
+    target = os.environ.get("YOLO12_FASTCONV_TARGET", "")
+    if target == "aten":
+        return failed("YOLO12_FASTCONV_TARGET=aten asks for ATen")
+    if target and target not in TARGETS:
+        return failed(f"YOLO12_FASTCONV_TARGET={target} is none of {', '.join(TARGETS)}, aten")
     problem = _compat.torch_problem()
     if problem:
         return failed(problem)

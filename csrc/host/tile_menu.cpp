@@ -73,7 +73,16 @@ void print_once(const MenuQuery& query, const KernelChoice& choice) {
   if (printed.insert(line.str()).second) std::cerr << line.str() << std::endl;
 }
 
+// YOLO12_FASTCONV_TARGET, read at every call. "aten" never gets here: the package then loads no library.
+void check_forced_target() {
+  const char* target = std::getenv("YOLO12_FASTCONV_TARGET");
+  if (target != nullptr && *target != '\0' && std::string(target) != "sm80") {
+    fail("YOLO12_FASTCONV_TARGET=", target, " is no target of this library: use sm80, or aten at the start of the process");
+  }
+}
+
 KernelChoice choose(const MenuQuery& query) {
+  check_forced_target();
   const ConvShape& s = query.shape;
   if (is_depthwise(s)) return {Family::kDepthwise, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
