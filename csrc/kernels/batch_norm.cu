@@ -7,15 +7,16 @@
 // u, act' and xhat are recomputed from z. All arithmetic in float (double for double).
 //
 // One thread: one 16-byte word of neighbouring channels (one channel where width or alignment do not allow words) in
-// every so-manieth row of a segment; the threads of a warp lie along the channels first and then along the rows, so that
+// every `down`-th row of a segment; the threads of a warp lie along the channels first and then along the rows, so that
 // narrow matrices are read in full lines too. Sums are taken in two launches, both in a fixed order: per segment and
-// channel to the workspace, then over the segments. How a matrix is cut depends on its shape alone: equal inputs give
-// equal sums on every GPU.
+// channel to the workspace, then over the segments. How a matrix is cut depends on its shape and alignment alone:
+// equal inputs give equal sums on every GPU.
 //
 // All of it is bound by memory, on an H200 at 4.3 TB/s; bytes per element of half: stats 2, act 4, backward 4 for the
 // sums and 6 for grad_z. The second pass over a matrix runs through the segments backwards: what the first pass read
 // last is still in the L2 cache.
 #include <algorithm>
+#include <initializer_list>
 #include <type_traits>
 
 #include "device/kernels.h"
