@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
 import pickle
 import pickletools
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import shapes_dataset
 import torch
+from logs import logged
 from support import assert_same_buffers, assert_same_grads, build, patched_copy
 from torch import nn
 from ultralytics import YOLO
@@ -26,7 +26,6 @@ from ultralytics.cfg import get_cfg
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.nn.autobackend import AutoBackend
 from ultralytics.nn.tasks import DetectionModel
-from ultralytics.utils import LOGGER
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
 from yolo12_fastconv import PatchError, _autopatch, patch_model, training, unpatch_model
@@ -85,24 +84,6 @@ class Run:
         with logged() as self.log:
             self.yolo.train(data=str(data), **{**SETTINGS, "project": str(folder), **settings})
         self.best, self.last = Path(self.yolo.trainer.best), Path(self.yolo.trainer.last)
-
-
-class logged(logging.Handler):
-    """The messages of Ultralytics' logger inside a ``with`` block, as a list."""
-
-    def __enter__(self) -> list[str]:
-        self.messages: list[str] = []
-        self.before = LOGGER.level
-        LOGGER.setLevel(logging.INFO)
-        LOGGER.addHandler(self)
-        return self.messages
-
-    def __exit__(self, *error: object) -> None:
-        LOGGER.removeHandler(self)
-        LOGGER.setLevel(self.before)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ENABLE = "YOLO12_FASTCONV"
 PTH = "yolo12_fastconv_autopatch.pth"
@@ -49,10 +50,16 @@ class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         assert self._loader is not None and module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._loader.exec_module(module)
         install()
+
+    def __getattr__(self, name: str) -> Any:
+        # Whoever only looks at the module's specification gets what the real loader has: source, file name, code.
+        if name == "_loader" or self._loader is None:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 def register() -> None:

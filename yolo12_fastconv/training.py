@@ -24,7 +24,7 @@ from torch import nn
 
 from yolo12_fastconv import _autopatch, _compat, _config
 from yolo12_fastconv.blocks import FAST, STOCK
-from yolo12_fastconv.patching import patch_modules
+from yolo12_fastconv.patching import PatchError, patch_model, patch_modules
 
 _compat.require_ultralytics()
 
@@ -345,9 +345,12 @@ def _auto_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         model = getattr(self, "model", None)
+        # A model with patched blocks was patched by hand, perhaps with layers left out.
         if _in_force() and isinstance(model, nn.Module) and count_blocks(model)[0] == 0:
-            # A model with patched blocks was patched by hand, perhaps with layers left out.
-            patch_modules(model)
+            try:
+                patch_model(model)
+            except PatchError as error:
+                _compat.get_logger().info(f"yolo12_fastconv: not patched: {error}")
 
     return init
 
