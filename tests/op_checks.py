@@ -45,12 +45,14 @@ class Finding:
     layout: str
     quantity: str
     comparison: error_rule.Comparison
+    kernel: str
+    """What serves the forward convolution: "family/target" of the tile menu, or "ATen"."""
 
     def __str__(self) -> str:
         c = self.comparison
         numbers = f"ours {c.ours[0]:.1e}/{c.ours[1]:.1e} stock {c.stock[0]:.1e}/{c.stock[1]:.1e} max/l2"
         what = c.problem or f"{numbers}, {100 * c.used:.0f} % of the limit"
-        return f"{self.op} {self.precision} {self.layout} {self.case} {self.quantity}: {what}"
+        return f"{self.op} {self.precision} {self.layout} {self.case} ({self.kernel}) {self.quantity}: {what}"
 
 
 @contextlib.contextmanager
@@ -110,6 +112,7 @@ def _check(
     if "z" in truth:
         scales["grad_bias"] = float(truth.pop("z").abs().sum((0, 2, 3)).max())
     findings = []
+    kernel = _kernel(inputs, dtype)
     for layout in layouts:
         given = replace(inputs, x=cases.relayout(inputs.x, layout))
         before = given.x.clone()
@@ -127,7 +130,7 @@ def _check(
         ) -> None:
             if isinstance(comparison, str):
                 comparison = error_rule.Comparison.impossible(comparison)
-            findings.append(Finding(case, op, precision, layout, quantity, comparison))
+            findings.append(Finding(case, op, precision, layout, quantity, comparison, kernel))
 
         for quantity, value in ours.items():
             floor = _floor(quantity, case, precision)
@@ -219,6 +222,18 @@ def _floor(quantity: str, case: cases.Case, precision: str) -> float:
     return error_rule.tolerances().floor(known, precision, terms)
 
 
+def _kernel(inputs: cases.Inputs, dtype: torch.dtype) -> str:
+    x, weight, case = inputs.x, inputs.weight, inputs.case
+    if x.device.type != "cuda" or not ops.LIBRARY.loaded:
+        return "ATen"
+    major, minor = torch.cuda.get_device_capability(x.device)
+    name = ops.describe_kernel(
+        x.shape, weight.shape, case.stride, case.padding, case.dilation, case.groups, dtype,
+        tf32=ops.allow_tf32(x.device, dtype), capability=10 * major + minor,
+    )  # fmt: skip
+    return "/".join(name.split("/")[:2])
+
+
 def _layout_problems(inputs: cases.Inputs, ours: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """What the ops promise about layouts: on CUDA channels_last, and weight gradients like the weight."""
     if inputs.x.device.type == "cuda":
@@ -265,18 +280,18 @@ def failures(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The worst of every family of kernels, op, precision and quantity."""
+    """The worst of every kind of convolution, kernel, op, precision and quantity."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        key = (finding.case.family, finding.op, finding.precision, finding.quantity)
+        key = (finding.case.family, finding.kernel, finding.op, finding.precision, finding.quantity)
         groups.setdefault(key, []).append(finding)
     rows = []
-    for (family, op, precision, quantity), group in sorted(groups.items()):
+    for (family, kernel, op, precision, quantity), group in sorted(groups.items()):
         worst = max(group, key=lambda finding: finding.comparison.used)
         c = worst.comparison
         rows.append(
             {
-                "family": family, "op": op, "precision": precision, "quantity": quantity,
+                "family": family, "kernel": kernel, "op": op, "precision": precision, "quantity": quantity,
                 "comparisons": len(group), "failed": sum(not finding.comparison.ok for finding in group),
                 "worst_case": str(worst.case), "worst_layout": worst.layout, "used": error_rule.finite(c.used),
                 "ratio": error_rule.finite(c.ratio), "ours": [*map(error_rule.finite, c.ours)],
@@ -288,13 +303,12 @@ def summary(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `summary` as text."""
-    lines = [
-        f"{'family':12}{'op':6}{'precision':10}{'quantity':15}{'n':>6}{'failed':>7}{'used':>7}{'ratio':>7}  worst"
-    ]
+    header = f"{'family':12}{'kernel':20}{'op':6}{'precision':10}{'quantity':15}"
+    lines = [f"{header}{'n':>6}{'failed':>7}{'used':>7}{'ratio':>7}  worst"]
     for row in rows:
         used, ratio = (f"{row[key]:.2f}" if row[key] is not None else "-" for key in ("used", "ratio"))
         lines.append(
-            f"{row['family']:12}{row['op']:6}{row['precision']:10}{row['quantity']:15}{row['comparisons']:6}"
+            f"{row['family']:12}{row['kernel']:20}{row['op']:6}{row['precision']:10}{row['quantity']:15}{row['comparisons']:6}"
             f"{row['failed']:7}{used:>7}{ratio:>7}  {row['worst_case']} {row['worst_layout']}"
         )
     return "\n".join(lines)

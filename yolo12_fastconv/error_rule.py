@@ -74,9 +74,9 @@ class Tolerances:
         """
         row = self.quantities[quantity]
         u, v = self.unit_roundoff[precision], self.unit_roundoff["float32"]
-        root = math.sqrt(max(terms, 1))
-        floor = _of(row["roundings"], precision) * u + row["growth"] * root * v
-        return floor + _of(row.get("averaged", {}), precision) / root * u
+        chain = min(max(terms, 1), row.get("chain", math.inf))
+        floor = _of(row["roundings"], precision) * u + row["growth"] * math.sqrt(chain) * v
+        return floor + _of(row.get("averaged", {}), precision) / math.sqrt(max(terms, 1)) * u
 
     def detection(self, rule: str, precision: str) -> float:
         """Least "iou" or largest difference of "score" of two matched detections."""

@@ -1,0 +1,252 @@
+"""The ops on CUDA against a float64 truth: every convolution of the five YOLO12 models, and the awkward ones.
+
+    pytest -m gpu tests/test_gpu_ops.py
+    YOLO12_FASTCONV_RESULTS=docs/benchmarks pytest -m gpu tests/test_gpu_ops.py   # also writes gpu-ops-accuracy.json
+
+Each test runs many shapes and reports all that fail at once, with the worst first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import cases
+import op_checks
+import pytest
+import torch
+from torch.library import opcheck
+
+import yolo12_fastconv
+from yolo12_fastconv import ops, reference
+
+pytestmark = pytest.mark.gpu
+
+PRECISIONS = list(op_checks.PRECISIONS)
+HALF = ["float16", "bfloat16"]
+LAYOUTS = ("nhwc", "nchw", "slice")
+# What a block may be besides a convolution with batch norm: fused, fused with the other activation, with a residual.
+VARIANTS = ({"bn": False, "bias": True}, {"bn": False, "bias": True, "act": "other"}, {"residual": True})
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """All findings of this file; at its end the worst of each kind is printed, and written where asked for."""
+    findings: list[op_checks.Finding] = []
+    yield findings
+    if not findings:
+        return
+    print("\n" + op_checks.table(op_checks.summary(findings)))
+    folder = os.environ.get("YOLO12_FASTCONV_RESULTS")
+    if folder:
+        environment = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "yolo12_fastconv": yolo12_fastconv.__version__,
+            "library": ops.library_info()
+            if hasattr(ops, "library_info")
+            else " ".join(ops.LIBRARY.arch_list),
+        }
+        op_checks.write_summary(Path(folder) / "gpu-ops-accuracy.json", findings, environment)
+
+
+def new_shapes(scale: str) -> list[cases.Case]:
+    """The convolutions of a model that no smaller one has."""
+    smaller = cases.SCALES[: cases.SCALES.index(scale)]
+    known = {replace(case, name="", count=1) for other in smaller for case in cases.conv_shapes(other)}
+    return [case for case in cases.conv_shapes(scale) if replace(case, name="", count=1) not in known]
+
+
+def variants(case: cases.Case) -> list[dict[str, object]]:
+    other = "identity" if case.act == "silu" else "silu"
+    return [{key: other if value == "other" else value for key, value in v.items()} for v in VARIANTS]
+
+
+def judge(collected: list[op_checks.Finding], findings: list[op_checks.Finding]) -> None:
+    assert findings
+    collected += findings
+    text = op_checks.failures(findings)
+    assert not text, text
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scale", cases.SCALES)
+def test_shapes_of_the_models(cuda, collected, scale, precision):
+    """Inference and training with all gradients, in three layouts; fused blocks and residuals."""
+    findings = []
+    for case in new_shapes(scale):
+        findings += op_checks.check_case(case, precision, cuda, layouts=LAYOUTS)
+        findings += op_checks.check_case(case, precision, cuda, variants=variants(case), train=False)
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_awkward_cases(cuda, collected, precision):
+    """As above, with the gradients of the inference op too, and every case fused and in a sliced layout."""
+    findings = []
+    for case in cases.AWKWARD:
+        findings += op_checks.check_case(case, precision, cuda, eval_gradients=True)
+        findings += op_checks.check_case(case, precision, cuda, layouts=("nchw", "misaligned", "crop"))
+        findings += op_checks.check_case(case, precision, cuda, variants=variants(case), train=False)
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_autocast_with_float32_parameters(cuda, collected, precision):
+    """The inference op as validation during training calls it."""
+    findings = []
+    for case in cases.conv_shapes("n", 320) + cases.AWKWARD:
+        findings += op_checks.check_case(
+            case, precision, cuda, autocast=True, eval_gradients=True, train=False
+        )
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize("precision", ["float16", "tf32"])
+@pytest.mark.parametrize(
+    ("scale", "imgsz"), [("n", (416, 608)), ("m", (352, 640)), ("x", (32, 640)), ("l", (288, 96))]
+)
+def test_rectangular_inputs(cuda, collected, scale, imgsz, precision):
+    findings = []
+    for case in cases.conv_shapes(scale, imgsz, batch=3):
+        findings += op_checks.check_case(case, precision, cuda, layouts=("nhwc", "slice"))
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize("task", ["segment", "pose", "obb", "classify"])
+def test_shapes_of_other_tasks(cuda, collected, task):
+    findings = []
+    for scale in cases.SCALES:
+        for case in cases.conv_shapes(scale, task=task):
+            findings += op_checks.check_case(case, "float16", cuda)
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize("precision", ["float16", "float32"])
+def test_large_batches(cuda, collected, precision):
+    """One of each kind from the smallest and the largest model, at batch 32."""
+    findings = []
+    for scale in ("n", "x"):
+        kinds = {}
+        for case in cases.conv_shapes(scale, batch=32):
+            kinds.setdefault((case.family, case.kernel, case.stride, case.ci % 8 == 0), case)
+        for case in kinds.values():
+            findings += op_checks.check_case(case, precision, cuda)
+    judge(collected, findings)
+
+
+def test_more_values_than_32_bits_count(cuda):
+    """A tensor of more than 2**31 values: the last picture comes out as it does alone."""
+    n, c, k, size = 33, 64, 64, 1024
+    assert n * c * size * size > 2**31
+    x = torch.empty(n, c, size, size, dtype=torch.float16, device=cuda, memory_format=torch.channels_last)
+    x.fill_(float("nan"))
+    generator = torch.Generator(cuda).manual_seed(0)
+    for i in (0, n - 1):
+        x[i].normal_(generator=generator)
+    for case in (
+        cases.Case("pointwise", c, k, size, size),
+        cases.Case("dense", c, k, size, size, kernel=(3, 3), padding=(1, 1)),
+        cases.Case("depthwise", c, k, size, size, kernel=(3, 3), padding=(1, 1), groups=c),
+    ):
+        weight = replace(case, h=8, w=8).inputs(torch.float16, cuda).weight
+        geometry = dict(padding=case.padding, groups=case.groups)
+        y = ops.conv_bn_act(x, weight, **geometry)
+        for i in (0, n - 1):
+            alone = torch.nn.functional.silu(
+                torch.nn.functional.conv2d(x[i : i + 1].float(), weight.float(), **geometry)
+            )
+            error = (y[i : i + 1].float() - alone).abs().max() / alone.abs().max()
+            assert error < 2e-3, f"{case}: picture {i} is off by {error:.1e}"
+        assert y[1:-1].isnan().all(), f"{case}: pictures of NaN came out as numbers"
+        del y, alone
+
+
+def test_poison_reaches_what_an_op_allocates(cuda):
+    """The check of the check: memory that an op gets holds NaN beforehand."""
+    for numel in (64, 100_000, 5_000_000):
+        like = torch.empty(numel, dtype=torch.float16, device=cuda)
+        op_checks.poison([like])
+        assert torch.empty_like(like).isnan().all()
+        assert torch.empty(numel // 2, dtype=torch.float32, device=cuda).isnan().all()
+
+
+def test_ops_run_on_the_current_stream(cuda):
+    """Behind slow work on another stream: an op launched elsewhere would read the input before it is written."""
+    for case in (cases.AWKWARD[0], *cases.with_layouts(cases.conv_shapes("n", 320)[3], LAYOUTS)):
+        inputs = case.inputs(torch.float16, cuda, param_dtype=torch.float32)
+        arguments = inputs.train_arguments()
+        with torch.autocast("cuda"):
+            expected = ops.conv_bn_act_train(**arguments)
+            late = torch.full_like(inputs.x, float("nan"))
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                late.copy_(inputs.x)
+                outputs = ops.conv_bn_act_train(**{**arguments, "x": late})
+            stream.synchronize()
+        for a, b in zip(outputs, expected, strict=True):
+            assert torch.equal(a, b), f"{case}: differs on a side stream"
+
+
+def test_ops_can_be_captured_in_a_graph(cuda):
+    for case in (*cases.conv_shapes("n", 64)[:4], cases.AWKWARD[0]):
+        inputs, others = (case.inputs(torch.float16, cuda, seed=seed) for seed in (0, 1))
+        expected = ops.conv_bn_act(**{**inputs.eval_arguments(), "x": others.x})
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ops.conv_bn_act(**inputs.eval_arguments())  # lazy initialisation happens before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ops.conv_bn_act(**inputs.eval_arguments())
+        inputs.x.copy_(others.x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected), f"{case}: the replay differs"
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        (cases.Case("pointwise", 32, 48, 6, 7, bias=True, layout="slice"), "float16"),
+        (cases.Case("pointwise", 32, 48, 6, 7, bias=True, layout="nchw"), "float32"),
+        (cases.Case("dense", 16, 24, 7, 6, (3, 3), (2, 2), (1, 1), bias=True), "bfloat16"),
+        (cases.Case("depthwise", 16, 16, 7, 6, (3, 3), (1, 1), (1, 1), groups=16, bias=True), "float16"),
+        (cases.Case("odd", 13, 17, 6, 7, (3, 3), (1, 1), (1, 1), bias=True, layout="misaligned"), "float32"),
+    ],
+    ids=str,
+)
+def test_opcheck(cuda, case, precision):
+    """Schema, fake kernel, autograd registration and AOT dispatch of every op."""
+    dtype = op_checks.PRECISIONS[precision]
+    t = case.inputs(dtype, cuda, bn_dtype=torch.float32)
+    namespace = torch.ops.yolo12_fastconv
+    geometry = [
+        list(case.stride), list(case.padding), list(case.dilation), case.groups, reference.SILU, dtype, False
+    ]  # fmt: skip
+    bn, mask = [t.gamma, t.beta, t.mean, t.var, case.eps], [True] * 5
+    train = [t.gamma, t.beta, case.eps]
+    _y, z, mean, var = namespace.conv_bn_act_train.default(t.x, t.weight, t.bias, *train, None, *geometry)
+    for op, arguments in (
+        ("conv_bn_act", [t.x, t.weight, t.bias, *bn, None, *geometry]),
+        ("conv_bn_act_train", [t.x, t.weight, t.bias, *train, None, *geometry]),
+        ("conv_bn_act_backward", [t.grad_y, t.x, t.weight, t.bias, *bn, *geometry, mask]),
+        (
+            "conv_bn_act_train_backward",
+            [t.grad_y, t.x, t.weight, t.bias, z, mean, var, *train, *geometry, mask],
+        ),
+        ("update_running_stats_", [t.mean, t.var, torch.tensor(3, device=cuda), mean, var, 0.03, 240]),
+    ):
+        opcheck(getattr(namespace, op).default, arguments)
+        if op in ("conv_bn_act", "conv_bn_act_train"):
+            leaves = {id(tensor) for tensor in (t.x, t.weight, t.bias, t.gamma, t.beta)}
+            opcheck(
+                getattr(namespace, op).default,
+                [a.detach().requires_grad_() if id(a) in leaves else a for a in arguments],
+            )
