@@ -16,6 +16,8 @@ NAMESPACE = "yolo12_fastconv"
 
 TINY = {  # every kind of block that there is in a YOLO12, in a model that builds in milliseconds
     "nc": 3,
+    "scale": "n",
+    "scales": {"n": [1.0, 1.0, 1024]},
     "backbone": [
         [-1, 1, "Conv", [8, 3, 2]],
         [-1, 1, "DWConv", [8, 3, 1]],
