@@ -6,11 +6,18 @@
 
 namespace yolo12_fastconv {
 
+// 16 bytes into shared memory (an address as the instructions take it), of which only the first `bytes` are read: the rest
+// becomes zero. Past L1, which is better left to shared memory. Both addresses are aligned to 16 bytes. From 8.0 on only.
+__device__ __forceinline__ void copy_async(unsigned int to_shared, const void* from, int bytes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // 16 bytes; zeros, and no access to `from`, where not valid. Both addresses are aligned to 16 bytes.
 __device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void* from, bool valid) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  const unsigned int to = static_cast<unsigned int>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+  copy_async(static_cast<unsigned int>(__cvta_generic_to_shared(to_shared)), from, valid ? 16 : 0);
 #else
   *static_cast<uint4*>(to_shared) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif

@@ -72,18 +72,23 @@ __device__ __forceinline__ ScaleShift<Acc> fold(const Affine& a, int channel) {
   if (a.mean.data == nullptr) return {Acc(1), bias};
   const Acc invstd = Acc(1) / sqrt(load_channel<Acc>(a.var, channel, Acc(1)) + Acc(a.eps));
   const Acc scale = load_channel<Acc>(a.gamma, channel, Acc(1)) * invstd;
-  const Acc shift = load_channel<Acc>(a.beta, channel, Acc(0)) + (bias - load_channel<Acc>(a.mean, channel, Acc(0))) * scale;
+  const Acc shift =
+      load_channel<Acc>(a.beta, channel, Acc(0)) + (bias - load_channel<Acc>(a.mean, channel, Acc(0))) * scale;
   return {scale, shift};
 }
 
-// 1 / (1 + exp(-u)). kFast: ex2.approx and rcp.approx; the error grows with |u| to 2 + 1.2 |u| ulp of float, that is
-// 2^-18 relative at |u| = 40, far under half rounding (2^-11). Infinite and NaN inputs give what the exact formula gives.
+// 1 / (1 + exp(-u)). kFast: ex2.approx and rcp.approx, subnormals flushed; the error grows with |u| to 2 + 1.2 |u| ulp of
+// float, that is 2^-18 relative at |u| = 40, far under half rounding (2^-11). Infinite and NaN inputs give what the exact
+// formula gives.
 template <bool kFast, class Acc>
 __device__ __forceinline__ Acc sigmoid(Acc u) {
   if constexpr (std::is_same_v<Acc, double>) {
     return 1.0 / (1.0 + exp(-u));
   } else if constexpr (kFast) {
-    return __fdividef(1.0f, 1.0f + __expf(-u));
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(u * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+    return result;
   } else {
     return 1.0f / (1.0f + expf(-u));
   }

@@ -1,38 +1,16 @@
-// The sm_80 instructions that the implicit GEMM is made of: cp.async, ldmatrix, mma.sync. All addresses of shared memory
-// are 32-bit, as the instructions take them.
+// The matrix instructions of sm_80: ldmatrix and mma.sync. Addresses of shared memory are 32-bit, as they take them.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace yolo12_fastconv {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// 16 bytes from global to shared memory, asynchronously; only the first `bytes` are read, the rest becomes zero. L2 only
-// (.cg): each activation is read by few blocks, and L1 is better left to shared memory.
-__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, int bytes) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes));
-#endif
-}
-
-__device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;\n" ::: "memory");
-#endif
-}
-
-// Waits until at most `kPending` of this thread's groups are under way.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-#endif
 }
 
 // Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones): lanes 8i..8i+7 give the row addresses of matrix i, and

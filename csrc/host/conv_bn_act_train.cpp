@@ -1,16 +1,18 @@
 // Training: batch statistics. Keeps z and two vectors; batch norm and SiLU are recomputed in backward.
 #include <torch/csrc/stable/accelerator.h>
 
-#include "gradients.h"
 #include "device/kernels.h"
+#include "gradients.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(
-    Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
-    OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
-    int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor weight, OptionalTensor bias,
+                                                             OptionalTensor bn_weight, OptionalTensor bn_bias,
+                                                             double eps, OptionalTensor residual,
+                                                             std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                                             std::vector<int64_t> dilation, int64_t groups, int64_t act,
+                                                             ScalarType dtype, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Convolution convolution(x, weight, {stride, padding, dilation, groups}, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
@@ -74,8 +76,8 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   affine.eps = eps;
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
-  return backward(convolution, x, weight, geometry, {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true},
-                  output_mask);
+  return backward(convolution, x, weight, geometry,
+                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true}, output_mask);
 }
 
 }  // namespace yolo12_fastconv

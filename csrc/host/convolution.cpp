@@ -53,8 +53,7 @@ bool has_short_strides(const Tensor& x, const ConvShape& s) {
 
 }  // namespace
 
-ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size,
-                     const Geometry& g) {
+ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size, const Geometry& g) {
   if (x_size.size() != 4) fail("x must be (N, C, H, W), got ", text(x_size));
   if (weight_size.size() != 4) fail("weight must be (K, C / groups, R, S), got ", text(weight_size));
   check_pair("stride", g.stride, 1);

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "tensors.h"
 #include "device/tile_menu.h"
+#include "tensors.h"
 
 namespace yolo12_fastconv {
 

@@ -13,8 +13,11 @@ void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTens
   for (const Tensor* t : {&running_mean, &running_var, &mean, &var}) {
     if (!t->is_cuda() || t->get_device_index() != running_mean.get_device_index() || t->numel() != channels ||
         !t->is_contiguous()) {
-      fail("running_mean, running_var, mean and var must be contiguous vectors of one length on one device; running_mean "
-           "has ", channels, " elements, another ", t->numel());
+      fail(
+          "running_mean, running_var, mean and var must be contiguous vectors of one length on one device; "
+          "running_mean "
+          "has ",
+          channels, " elements, another ", t->numel());
     }
   }
   if (running_mean.scalar_type() != running_var.scalar_type() || mean.scalar_type() != var.scalar_type()) {

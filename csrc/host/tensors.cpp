@@ -117,8 +117,8 @@ Tensor as_row_matrix(const Tensor& tensor, DType dtype, cudaStream_t stream) {
 }
 
 Tensor dense_rows(const Tensor& tensor, DType dtype, cudaStream_t stream) {
-  const bool ready = dtype_of(tensor.scalar_type()) == dtype && is_row_matrix(tensor) &&
-                     row_stride(tensor) == tensor.size(1);
+  const bool ready =
+      dtype_of(tensor.scalar_type()) == dtype && is_row_matrix(tensor) && row_stride(tensor) == tensor.size(1);
   return ready ? tensor : copy_to_rows(tensor, dtype, stream);
 }
 
@@ -137,7 +137,8 @@ ChannelVector channel_vector(const OptionalTensor& vector, const char* name, int
                              std::vector<Tensor>& keep_alive) {
   if (!vector.has_value()) return {};
   if (vector->dim() != 1 || vector->size(0) != channels) {
-    fail(name, " must have shape (", channels, ",), got ", vector->dim(), " dimensions and ", vector->numel(), " elements");
+    fail(name, " must have shape (", channels, ",), got ", vector->dim(), " dimensions and ", vector->numel(),
+         " elements");
   }
   if (!vector->is_cuda() || vector->get_device_index() != like.get_device_index()) {
     fail(name, " must be on the device of x, cuda:", like.get_device_index());

@@ -77,14 +77,16 @@ void print_once(const MenuQuery& query, const KernelChoice& choice) {
 void check_forced_target() {
   const char* target = std::getenv("YOLO12_FASTCONV_TARGET");
   if (target != nullptr && *target != '\0' && std::string(target) != "sm80") {
-    fail("YOLO12_FASTCONV_TARGET=", target, " is no target of this library: use sm80, or aten at the start of the process");
+    fail("YOLO12_FASTCONV_TARGET=", target,
+         " is no target of this library: use sm80, or aten at the start of the process");
   }
 }
 
 KernelChoice choose(const MenuQuery& query) {
   check_forced_target();
   const ConvShape& s = query.shape;
-  if (is_depthwise(s)) return {Family::kDepthwise, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
+  if (is_depthwise(s))
+    return {Family::kDepthwise, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));

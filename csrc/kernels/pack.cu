@@ -18,10 +18,10 @@ constexpr int kThreads = 256;
 
 struct PackPlan {
   PackArgs args;
-  int64_t items;                 // output chunks
-  bool channels_inner;           // order of chunks over threads
+  int64_t items;  // output chunks
+  bool channels_inner;  // order of chunks over threads
   int64_t pixels;
-  int chunks;                    // per pixel
+  int chunks;  // per pixel
 };
 
 template <class In, class Out>
@@ -66,7 +66,8 @@ void pack(const PackArgs& args, cudaStream_t stream) {
   plan.items = plan.pixels * plan.chunks;
   plan.channels_inner = args.in_strides.c == 1 || args.in_strides.w != 1;
   const int64_t blocks = ceil_div<int64_t>(plan.items, kThreads);
-  if (blocks >= int64_t(1) << 31) fail("pack: ", plan.pixels, " pixels of ", args.out_channels, " channels in one launch");
+  if (blocks >= int64_t(1) << 31)
+    fail("pack: ", plan.pixels, " pixels of ", args.out_channels, " channels in one launch");
   if (blocks == 0) return;
   with_type(args.in_dtype, [&](auto in) {
     with_type(args.out_dtype, [&](auto out) {
