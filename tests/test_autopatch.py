@@ -13,10 +13,11 @@ import pytest
 import shapes_dataset
 from logs import logged
 
+import yolo12_fastconv
 from yolo12_fastconv import _autopatch, training
 
-ROOT = Path(__file__).resolve().parent.parent
-PTH = ROOT / "yolo12_fastconv" / "_autopatch.pth"
+PACKAGES = str(Path(yolo12_fastconv.__file__).resolve().parent.parent)  # of the package under test
+PTH = Path(__file__).resolve().parent.parent / "yolo12_fastconv" / "_autopatch.pth"
 
 STATE = """
 import site, sys
@@ -36,7 +37,7 @@ def site_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def state(folder: Path, value: str | None, path: str = str(ROOT)) -> str:
+def state(folder: Path, value: str | None, path: str = PACKAGES) -> str:
     """What processing the folder's ``.pth`` file adds to a bare interpreter: finders, and heavy modules."""
     environment = {key: v for key, v in os.environ.items() if key != _autopatch.ENABLE}
     if value is not None:
@@ -60,7 +61,7 @@ def start(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(folder), PACKAGES]),
             "YOLO_VERBOSE": "true",
             **environment,
         },

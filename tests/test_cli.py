@@ -20,7 +20,7 @@ from ultralytics.utils import ARGV
 import yolo12_fastconv
 from yolo12_fastconv import _autopatch, _compat, cli, info, parity, training
 
-ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = str(Path(yolo12_fastconv.__file__).resolve().parent.parent)  # of the package under test
 COMMON = ["imgsz=64", "device=cpu"]
 
 
@@ -57,7 +57,7 @@ def backends(monkeypatch):
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "YOLO_VERBOSE": "true", **environment},
+        env={**os.environ, "PYTHONPATH": PACKAGES, "YOLO_VERBOSE": "true", **environment},
         capture_output=True,
         text=True,
     )

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import cpu_ranks
 import pytest
 import shapes_dataset
 import torch
@@ -32,7 +33,6 @@ from yolo12_fastconv import PatchError, _autopatch, patch_model, training, unpat
 from yolo12_fastconv.patching import patch_modules
 from yolo12_fastconv.training import count_blocks
 
-ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = 113
 ALL, NONE = (BLOCKS, BLOCKS), (0, BLOCKS)
 
@@ -561,39 +561,48 @@ def test_two_runs_from_one_seed_are_bit_equal(patched_run, data, tmp_path):
 # ------------------------------------------------------------------------------------- other processes: DDP, tune, hook
 
 
-def announce(trainer):
-    print("RANK", type(trainer).__name__, *count_blocks(trainer.model), *count_blocks(trainer.ema.ema))
-
-
-def run_ddp_script(trainer: DetectionTrainer) -> list[list[str]]:
-    """Execute the script that Ultralytics writes for the ranks of a multi-GPU run; what `announce` printed there."""
+def run_ddp_script(trainer: DetectionTrainer, *launcher: str) -> dict[str, list[str]]:
+    """Execute the script that Ultralytics writes for the ranks of a multi-GPU run; what the callbacks printed there."""
     file = generate_ddp_file(trainer)
     try:
-        done = subprocess.run([sys.executable, file], capture_output=True, text=True, env=dict(os.environ))
+        done = subprocess.run([sys.executable, *launcher, file], capture_output=True, text=True)
     finally:
         ddp_cleanup(trainer, file)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RANK")]
+    printed: dict[str, list[str]] = {"BLOCKS": [], "WEIGHTS": []}
+    for line in done.stdout.splitlines():
+        key, _, text = line.partition(" ")
+        if key in printed:
+            printed[key].append(text)
+    return printed
 
 
-@pytest.mark.parametrize("case", ["stock trainer", "own trainer and exclude"])
-def test_ranks_of_ddp_are_patched(case, data, tmp_path):
+def test_two_ranks_train_patched_and_alike(data, tmp_path):
+    overrides = {**SETTINGS, "data": str(data), "model": "yolo12n.yaml", "project": str(tmp_path)}
+    trainer = cpu_ranks.CpuRanksTrainer(overrides=overrides)
+    trainer.add_callback("on_train_start", cpu_ranks.report_blocks)
+    trainer.add_callback("on_fit_epoch_end", cpu_ranks.report_weights)
+    trainer.model = patched_copy(detection_model())
+    printed = run_ddp_script(trainer, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    assert printed["BLOCKS"] == [f"_CpuParallel {BLOCKS} {BLOCKS} {BLOCKS} {BLOCKS}"] * 2
+    assert len(printed["WEIGHTS"]) == 2
+    assert len(set(printed["WEIGHTS"])) == 1
+    assert plugin_names(trainer.last) == []
+
+
+def test_ranks_get_own_trainers_and_options(data, tmp_path):
     class LocalTrainer(DetectionTrainer):  # can be pickled by value only
         pass
 
-    trainer_class, options, name, patched = {
-        "stock trainer": (DetectionTrainer, {}, "FastDetectionTrainer", BLOCKS),
-        "own trainer and exclude": (
-            LocalTrainer, {"exclude": lambda name, block: name == "model.0"}, "FastConvLocalTrainer", BLOCKS - 1,
-        ),
-    }[case]  # fmt: skip
+    options = {"exclude": lambda name, block: name == "model.0"}
     overrides = {**SETTINGS, "data": str(data), "model": "yolo12n.yaml", "project": str(tmp_path)}
-    trainer = training.fast_trainer(trainer_class, **options)(overrides=overrides)
-    trainer.add_callback("on_train_start", announce)
+    trainer = training.fast_trainer(LocalTrainer, **options)(overrides=overrides)
+    assert type(trainer).__name__ == "FastConvLocalTrainer"
+    trainer.add_callback("on_train_start", cpu_ranks.report_blocks)
     trainer.model = detection_model()
     patch_modules(trainer.model, **options)
-    assert run_ddp_script(trainer) == [[name, str(patched), str(BLOCKS), str(patched), str(BLOCKS)]]
-    assert plugin_names(trainer.last) == []
+    blocks = f"{BLOCKS - 1} {BLOCKS}"
+    assert run_ddp_script(trainer)["BLOCKS"] == [f"DetectionModel {blocks} {blocks}"]
 
 
 def test_old_ultralytics_refuses_what_it_cannot_hand_to_the_ranks(monkeypatch):
@@ -619,46 +628,6 @@ def test_old_ultralytics_refuses_what_it_cannot_hand_to_the_ranks(monkeypatch):
         with pytest.raises(RuntimeError, match=r"cannot hand .* update Ultralytics"):
             instance(cls).train()
     assert len(trained) == 1
-
-
-GLOO = """
-import os, sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-from test_training import boxes_batch, detection_model
-from yolo12_fastconv.patching import patch_modules
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-grads = []
-for patch in (False, True):
-    model = detection_model()
-    if patch:
-        print("BLOCKS", patch_modules(model).patched)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
-    wrapped(boxes_batch(2, 64, seed=rank))[0].sum().backward()
-    assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and ".dfl." not in n)
-    grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    both = [torch.empty_like(grads[-1]) for _ in range(2)]
-    dist.all_gather(both, grads[-1])
-    assert torch.equal(both[0], both[1]), "the ranks' gradients differ"
-gap = ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
-assert gap < 1e-4, gap
-dist.destroy_process_group()
-"""
-
-
-def test_two_ranks_on_gloo_have_equal_gradients(tmp_path):
-    file = tmp_path / "ranks.py"
-    file.write_text(GLOO)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(file), str(Path(__file__).parent)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(f"BLOCKS {BLOCKS}") == 2
 
 
 def test_tune_asks_its_processes_to_patch(monkeypatch):
