@@ -346,6 +346,17 @@ def test_inputs_are_left_alone_and_outputs_are_fresh():
     assert torch.equal(torch.autograd.grad(y, x, grad_y)[0], expected)
 
 
+def test_running_statistics_may_move_between_an_eval_forward_and_its_backward():
+    case = Case("dense")
+    x = case.x.clone().requires_grad_()
+    y = ops.conv_bn_act(x, case.weight, None, case.bn(), None, *case.geometry)
+    expected = torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
+    ops.update_running_stats_(
+        case.mean, case.var, None, torch.ones_like(case.mean), torch.ones_like(case.var), 0.5, 9
+    )
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_compiles_without_graph_breaks(training):
     case = Case("dense", torch.float32)

@@ -56,7 +56,9 @@ class _Inference(torch.autograd.Function):
         with _BelowAutograd():
             y = _ops.conv_bn_act.default(*arguments)
         x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *ctx.geometry = arguments
-        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, mean, var)
+        # Copies: training may move the running statistics before this call is differentiated.
+        statistics = (None, None) if mean is None else (mean.clone(), var.clone())
+        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, *statistics)
         ctx.residual_dtype = None if residual is None else residual.dtype
         return y
 
