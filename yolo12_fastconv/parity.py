@@ -98,10 +98,15 @@ def check_parity(
     with _pinned(settings):
         ours, stock = _twin(live, settings), _twin(source, settings)
         if not _patched(ours):
-            patching.patch_modules(ours)
+            plan = patching.patch_modules(ours)
+            if not plan.patched:
+                reasons = plan.reasons() or "it holds no Ultralytics Conv block"
+                raise ValueError(
+                    f"nothing of {type(live).__name__} can be patched, nothing to compare: {reasons}"
+                )
         patching.unpatch_modules(stock)
         fast = _patched(ours)
-        _check_pairs(ours, stock, fast)
+        _check_pairs(stock, fast)
         # A copy: a batch made in inference mode could take no part in autograd.
         x = batch.detach().clone().to(settings.device, torch.float32 if settings.autocast else dtype)
         report = ParityReport(mode, _environment(live, settings, x), kept=_kept(ours, fast))
@@ -239,13 +244,7 @@ def _kept(ours: nn.Module, fast: dict[str, Any]) -> dict[str, str]:
     return {row.name: row.reason for row in rows if isinstance(modules[row.name], blocks.Conv)}
 
 
-def _check_pairs(ours: nn.Module, stock: nn.Module, fast: dict[str, Any]) -> None:
-    if not fast:
-        rows = [row for row in patching.patch_report(ours) if row.reason]
-        reason = f": {rows[0].name or rows[0].layer}: {rows[0].reason}" if rows else ""
-        raise ValueError(
-            f"no block of {type(ours).__name__} is patched or can be, nothing to compare{reason}"
-        )
+def _check_pairs(stock: nn.Module, fast: dict[str, Any]) -> None:
     twins = dict(stock.named_modules())
     for name, block in fast.items():
         twin = twins.get(name)

@@ -116,6 +116,7 @@ class LayerChecker:
     ) -> None:
         self.fast, self.settings, self.report, self.progress = fast, settings, report, progress
         self.calls: dict[str, int] = {}
+        self.buffers: dict[str, dict[str, Tensor]] = {}
 
     def run(self, stock: nn.Module, x: Tensor) -> Any:
         """Outputs of the stock model for `x`; the rows go to the report."""
@@ -134,6 +135,10 @@ class LayerChecker:
             self.calls[name] = self.calls.get(name, 0) + 1
             layer = name if self.calls[name] == 1 else f"{name} (call {self.calls[name]})"
             self.progress.step(name)
+            # The stock model's own run moves its buffers; a block that runs again starts where ours does.
+            if name not in self.buffers:
+                self.buffers[name] = {key: value.clone() for key, value in stock_block.named_buffers()}
+            _restore(stock_block, self.buffers[name])
             with torch.autocast(self.settings.device.type, enabled=False):
                 self._check(layer, self.fast[name], stock_block, args[0].detach())
 
