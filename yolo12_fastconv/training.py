@@ -362,7 +362,8 @@ def _in_force() -> bool:
 def install() -> bool:
     """Patch every model that this process trains, validates, predicts or tracks with. A second call changes nothing.
 
-    Exports hold standard operators in any case, and `YOLO.model` itself stays stock.
+    Exports hold standard operators in any case. `YOLO.model` itself stays stock, except where Ultralytics predicts and
+    validates with it instead of with a copy (before 8.4.136).
 
     Returns:
         Whether the patch is in force; False if ``YOLO12_FASTCONV_DISABLE`` is set.
