@@ -110,6 +110,23 @@ def test_unit_roundoffs_are_those_of_the_dtypes():
     assert tolerances().unit_roundoff["tf32"] == 2**-11
 
 
+def test_tf32_rounds_to_ten_fraction_bits():
+    x = torch.cat([torch.randn(10_000), torch.tensor([0.0, 1.0, -3.5, 1e-30, 6e4])])
+    rounded = error_rule.round_tf32(x)
+    error = ((rounded - x).abs() / x.abs().clamp_min(1e-37)).max().item()
+    assert 0.9 * 2**-11 < error <= 2**-11
+    assert torch.equal(error_rule.round_tf32(rounded), rounded)
+    assert not (rounded.view(torch.int32) & 0x1FFF).any()
+    assert error_rule.round_tf32(torch.tensor([math.inf, -math.inf, math.nan])).isfinite().sum() == 0
+
+
+def test_error_of_tf32_is_granted():
+    stock, ours = TRUTH.float(), (TRUTH * 1.0005).float()
+    assert not compare(ours, stock, TRUTH, floor=1e-5).ok
+    granted = compare(ours, stock, TRUTH, floor=1e-5, granted=TRUTH * 0.9997)
+    assert granted.ok and max(granted.stock) < 1e-7
+
+
 def test_precision_names():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert error_rule.precision_name(torch.float32, True, cuda) == "tf32"

@@ -178,15 +178,16 @@ def test_ops_run_on_the_current_stream(cuda):
     """Behind slow work on another stream: an op launched elsewhere would read the input before it is written."""
     for case in (cases.AWKWARD[0], *cases.with_layouts(cases.conv_shapes("n", 320)[3], LAYOUTS)):
         inputs = case.inputs(torch.float16, cuda, param_dtype=torch.float32)
-        arguments = inputs.train_arguments()
+        x = torch.empty_like(inputs.x).copy_(inputs.x)
+        arguments = {**inputs.train_arguments(), "x": x}
         with torch.autocast("cuda"):
             expected = ops.conv_bn_act_train(**arguments)
-            late = torch.full_like(inputs.x, float("nan"))
+            late = torch.full_like(x, float("nan"))
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(20_000_000)
-                late.copy_(inputs.x)
+                late.copy_(x)
                 outputs = ops.conv_bn_act_train(**{**arguments, "x": late})
             stream.synchronize()
         for a, b in zip(outputs, expected, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from yolo12_fastconv import _compat
 
-__all__ = ["Comparison", "Tolerances", "compare", "tolerances"]
+__all__ = ["Comparison", "Tolerances", "compare", "round_tf32", "tolerances"]
 
 HALF = ("float16", "bfloat16")
 
@@ -29,7 +29,7 @@ class Comparison:
     ours: tuple[float, float]
     stock: tuple[float, float]
     limit: tuple[float, float]
-    """``factor * stock + floor`` for each error."""
+    """``factor * stock + floor`` for each error, see `compare`."""
     problem: str = ""
     """Why the tensors cannot be compared, or where NaN and infinities differ; empty if neither."""
 
@@ -107,6 +107,12 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def round_tf32(tensor: Tensor) -> Tensor:
+    """Float32 numbers rounded to the 10 fraction bits of TF32, ties away from zero."""
+    bits = tensor.detach().float().view(torch.int32)
+    return torch.where(tensor.isfinite(), ((bits + 0x1000) & ~0x1FFF).view(torch.float32), tensor)
+
+
 def compare(
     ours: Tensor,
     stock: Tensor,
@@ -115,6 +121,7 @@ def compare(
     *,
     factor: float | None = None,
     scale: float = 0.0,
+    granted: Tensor | None = None,
 ) -> Comparison:
     """Compares two tensors with a float64 truth, under the error rule.
 
@@ -125,6 +132,8 @@ def compare(
         factor: instead of that of configs/tolerances.yaml.
         scale: of a quantity that is zero but for rounding: errors are divided by this where it is larger than the
             truth's own largest value (max), or root mean square (l2).
+        granted: another value of the tensor, in float64, whose error counts as stock's where it is larger: of TF32,
+            which stock may use too, and uses where cuDNN thinks fit.
 
     NaN and infinities must stand where stock has them; the errors are those of all other positions.
     """
@@ -146,18 +155,19 @@ def compare(
     unlike |= ours.isinf() & stock.isinf() & (ours != stock)
     usable = finite & ours.isfinite() & truth.isfinite()
     sizes, errors = truth.where(usable, 0.0), []
-    for values in (ours, stock):
+    for values in (ours, stock, truth if granted is None else granted.detach()):
         error = (values - truth).where(usable, 0.0)
         errors += [error.abs().max(), error.norm()]
     # One transfer from the device for all numbers.
-    largest, norm, ours_max, ours_l2, stock_max, stock_l2, wrong = torch.stack(
+    largest, norm, ours_max, ours_l2, stock_max, stock_l2, granted_max, granted_l2, wrong = torch.stack(
         [sizes.abs().max(), sizes.norm(), *errors, unlike.sum().double()]
     ).tolist()
     # An all-zero truth has no scale of its own: then errors are absolute.
     largest, norm = max(largest, scale) or 1.0, max(norm, scale * math.sqrt(truth.numel())) or 1.0
     ours_error, stock_error = (ours_max / largest, ours_l2 / norm), (stock_max / largest, stock_l2 / norm)
+    base = (max(stock_error[0], granted_max / largest), max(stock_error[1], granted_l2 / norm))
     steps = (step / largest, step * math.sqrt(truth.numel()) / norm)
-    limit = (factor * stock_error[0] + floor + steps[0], factor * stock_error[1] + floor + steps[1])
+    limit = (factor * base[0] + floor + steps[0], factor * base[1] + floor + steps[1])
     problem = f"NaN or infinity differs from stock in {int(wrong)} of {truth.numel()} values" if wrong else ""
     return Comparison(ours_error, stock_error, limit, problem)
 

@@ -150,6 +150,8 @@ class LayerChecker:
         # `forward`, not a call: the block's own hook is this method.
         stock = _Side.of(stock_block, stock_block.forward, x, settings, None)
         truth = _truth(stock_block, x, stock, settings)
+        tf32 = settings.precision == "tf32"
+        granted = _truth(stock_block, x, stock, settings, tf32=True).values if tf32 else {}
         geometry = _geometry(block.conv, x)
 
         def add(quantity: str, shape: Sequence[int], comparison: error_rule.Comparison) -> None:
@@ -180,7 +182,10 @@ class LayerChecker:
                 floor = _floor(quantity, block.conv, stock.values["y"], settings)
                 exact = expected.double() if exact is None else exact
                 scale = truth.scales.get(quantity, 0.0)
-                add(quantity, expected.shape, error_rule.compare(value, expected, exact, floor, scale=scale))
+                comparison = error_rule.compare(
+                    value, expected, exact, floor, scale=scale, granted=granted.get(quantity)
+                )
+                add(quantity, expected.shape, comparison)
         for quantity in ours.values.keys() - stock.values.keys():
             broken(quantity, (), "stock has no such tensor")
         if ours.changed:
@@ -260,8 +265,8 @@ class _Truth:
     """Natural sizes of quantities that may be zero but for rounding, see `error_rule.compare`."""
 
 
-def _truth(block: Any, x: Tensor, stock: _Side, settings: Settings) -> _Truth:
-    """The block's formula in float64 on the tensors that the convolution gets.
+def _truth(block: Any, x: Tensor, stock: _Side, settings: Settings, *, tf32: bool = False) -> _Truth:
+    """The block's formula in float64 on the tensors that the convolution gets, or on these rounded to TF32.
 
     A block that runs as stock on both sides for its structure (another padding mode, say) has no formula here: where
     a quantity is missing, stock's own value is taken for the truth.
@@ -276,9 +281,12 @@ def _truth(block: Any, x: Tensor, stock: _Side, settings: Settings) -> _Truth:
         if tensor is None:
             return None
         rounded = tensor.detach().to(settings.dtype) if cast and settings.autocast else tensor.detach()
+        if cast and tf32:
+            rounded = error_rule.round_tf32(rounded)
         return rounded.double().requires_grad_(settings.training)
 
-    leaf, weight, bias = exact(x, True), exact(conv.weight, True), exact(conv.bias, True)
+    leaf, weight = exact(x, True), exact(conv.weight, True)
+    bias = exact(conv.bias, settings.autocast)
     gamma, beta = (exact(bn.weight), exact(bn.bias)) if bn is not None else (None, None)
     act64 = copy.deepcopy(act).double()
     geometry: Any = (conv.stride, conv.padding, conv.dilation, conv.groups, reference.IDENTITY, torch.float64)
