@@ -63,11 +63,17 @@ def images():
 
 @pytest.fixture
 def cuda():
-    """The CUDA device, for tests marked `gpu`; without one, or without the compiled library, they fail."""
+    """The CUDA device, for tests marked `gpu`; without one, or without the compiled library, they fail.
+
+    TF32 is off during the test: it is allowed by default, stock uses it for some shapes only, and ours for all.
+    """
     from yolo12_fastconv import ops
 
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device")
     if not ops.LIBRARY.loaded:
         pytest.fail(f"tests marked gpu need the compiled library: {ops.LIBRARY.reason}")
-    return torch.device("cuda", torch.cuda.current_device())
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.backends.cudnn.allow_tf32 = before
