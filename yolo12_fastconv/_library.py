@@ -25,7 +25,7 @@ FILE_NAME = "libyolo12_fastconv.so"
 
 # Families of instructions that kernels are written for; the library reads the switch at every call
 # (csrc/host/tile_menu.cpp), "aten" is decided here.
-TARGETS = ("sm80",)
+TARGETS = ("sm80", "sm90")
 
 # Cards with compute capability 7.5 or below it, mostly without tensor cores, whose half precision gives NaN or zeros
 # in convolutions; recognised by name, since the capability does not tell them from sound ones. GTX 16xx and MX450/550

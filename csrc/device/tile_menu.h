@@ -6,10 +6,11 @@
 #include <string>
 
 #include "args.h"
+#include "sm90_plan.h"
 
 namespace yolo12_fastconv {
 
-enum class Family { kImplicitGemm, kDepthwise, kDirect };
+enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwise, kDirect };
 
 // Block tile of the implicit GEMM: pixels x output channels x 16-byte chunks of (tap, input channel), and the number of
 // tiles in flight.
@@ -30,7 +31,8 @@ struct MenuQuery {
 
 struct KernelChoice {
   Family family;
-  GemmTile tile;           // implicit GEMM only
+  GemmTile tile;           // kImplicitGemm only
+  Sm90Plan sm90;           // kImplicitGemmSm90 only
   std::string name;        // "family/target/tile"
 };
 

@@ -51,6 +51,17 @@ bool has_short_strides(const Tensor& x, const ConvShape& s) {
          std::numeric_limits<int>::max();
 }
 
+// Tensor maps want each stride to be a multiple of the one inside it, as in slices and crops of a dense tensor.
+bool has_nested_strides(const Tensor& x) {
+  int64_t inner = 1;
+  for (const int dim : {3, 2, 0}) {
+    if (x.size(dim) == 1) continue;
+    if (x.stride(dim) % inner != 0) return false;
+    inner = x.stride(dim);
+  }
+  return true;
+}
+
 }  // namespace
 
 ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size, const Geometry& g) {
@@ -132,18 +143,20 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   if (y.numel() == 0) return y;
   const KernelChoice choice = choose_kernel({s, dtype_, allow_tf32_, capability_of(x_)});
   switch (choice.family) {
-    case Family::kImplicitGemm: run_implicit_gemm(args, choice.tile); break;
+    case Family::kImplicitGemm:
+    case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
     case Family::kDepthwise: run_depthwise(args); break;
     case Family::kDirect: run_direct(args); break;
   }
   return y;
 }
 
-void Convolution::run_implicit_gemm(ConvArgs args, const GemmTile& tile) const {
+void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const {
   const ConvShape& s = shape_;
   const int padded = round_up(s.in_channels, 16 / size_of(dtype_));
   Tensor x = x_, weight = weight_;
-  if (!has_aligned_rows(x_, dtype_) || !has_short_strides(x_, s)) {
+  const bool sm90 = choice.family == Family::kImplicitGemmSm90;
+  if (!has_aligned_rows(x_, dtype_) || !(sm90 ? has_nested_strides(x_) : has_short_strides(x_, s))) {
     x = empty_channels_last(x_, s.batch, padded, s.in_h, s.in_w, dtype_);
     pack({x_.const_data_ptr(), dtype_of(x_.scalar_type()), strides_of(x_), x.mutable_data_ptr(), dtype_, s.batch,
           s.in_channels, s.in_h, s.in_w, padded},
@@ -165,7 +178,11 @@ void Convolution::run_implicit_gemm(ConvArgs args, const GemmTile& tile) const {
     args.weight = weight.const_data_ptr();
   }
   args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
-  implicit_gemm(args, dtype_, tile, stream_);
+  if (sm90) {
+    implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
+  } else {
+    implicit_gemm(args, dtype_, choice.tile, stream_);
+  }
 }
 
 void Convolution::run_depthwise(ConvArgs args) const {

@@ -34,7 +34,7 @@ class Convolution {
   cudaStream_t stream() const { return stream_; }
 
  private:
-  void run_implicit_gemm(ConvArgs args, const GemmTile& tile) const;
+  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
   void run_depthwise(ConvArgs args) const;
   void run_direct(ConvArgs args) const;
 

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 
+#include "build_info.h"
 #include "device/dispatch.h"
 
 namespace yolo12_fastconv {
@@ -59,6 +60,25 @@ std::string tile_name(const GemmTile& t) {
          std::to_string(t.chunks) + "x" + std::to_string(t.stages);
 }
 
+// wgmma exists on 9.0 alone, and only in code that was compiled for "9.0a".
+constexpr int kSm90Capability = 90;
+
+bool has_sm90_kernels() {
+  std::istringstream built(YOLO12_FASTCONV_ARCH_LIST);
+  for (std::string arch; built >> arch;) {
+    if (arch == "9.0a" || arch == "9.0a+PTX") return true;
+  }
+  return false;
+}
+
+// Below these sizes the sm80 kernel is faster by up to 2 us, in which the sm90 kernel sets up its barriers, tensor
+// maps and large blocks: a reduction that is short for both, and no time to win on memory.
+bool is_small(const ConvShape& s) {
+  const int64_t reduction = int64_t(s.kernel_h) * s.kernel_w * round_up(s.in_channels, 8);
+  const int64_t bytes = 2 * (s.in_pixels() * s.in_channels + s.out_pixels() * s.out_channels);
+  return reduction <= 144 && bytes < 14'000'000 && s.out_pixels() * s.out_channels * reduction < 300'000'000;
+}
+
 void print_once(const MenuQuery& query, const KernelChoice& choice) {
   const char* wanted = std::getenv("YOLO12_FASTCONV_PRINT_TILES");
   if (wanted == nullptr || std::string(wanted) != "1") return;
@@ -73,28 +93,46 @@ void print_once(const MenuQuery& query, const KernelChoice& choice) {
   if (printed.insert(line.str()).second) std::cerr << line.str() << std::endl;
 }
 
-// YOLO12_FASTCONV_TARGET, read at every call. "aten" never gets here: the package then loads no library.
-void check_forced_target() {
-  const char* target = std::getenv("YOLO12_FASTCONV_TARGET");
-  if (target != nullptr && *target != '\0' && std::string(target) != "sm80") {
+// YOLO12_FASTCONV_TARGET, read at every call; empty: none. "aten" never gets here: the package then loads no library.
+std::string forced_target(int capability) {
+  const char* value = std::getenv("YOLO12_FASTCONV_TARGET");
+  const std::string target = value != nullptr ? value : "";
+  if (target == "sm90") {
+    if (capability != kSm90Capability) {
+      fail("YOLO12_FASTCONV_TARGET=sm90 needs a GPU of compute capability 9.0, this one has ", capability / 10, ".",
+           capability % 10, ": use sm80, or unset it");
+    }
+    if (!has_sm90_kernels()) {
+      fail("YOLO12_FASTCONV_TARGET=sm90, but this library was built for ", YOLO12_FASTCONV_ARCH_LIST,
+           ": build it with 9.0a in TORCH_CUDA_ARCH_LIST, or unset the variable");
+    }
+  } else if (!target.empty() && target != "sm80") {
     fail("YOLO12_FASTCONV_TARGET=", target,
-         " is no target of this library: use sm80, or aten at the start of the process");
+         " is no target of this library: use sm80 or sm90, or aten at the start of the process");
   }
+  return target;
 }
 
 KernelChoice choose(const MenuQuery& query) {
-  check_forced_target();
+  const std::string target = forced_target(query.capability);
   const ConvShape& s = query.shape;
   if (is_depthwise(s))
-    return {Family::kDepthwise, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
+    return {
+        Family::kDepthwise, {}, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
+  const bool sm90 = query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80" &&
+                    (target == "sm90" || !is_small(s));
+  if (s.groups == 1 && half && sm90) {
+    const Sm90Plan plan = plan_sm90(s);
+    if (plan.channels != 0) return {Family::kImplicitGemmSm90, {}, plan, sm90_name(plan)};
+  }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s)) {
     const GemmTile tile = choose_gemm_tile(s, query.dtype);
-    return {Family::kImplicitGemm, tile, tile_name(tile)};
+    return {Family::kImplicitGemm, tile, {}, tile_name(tile)};
   }
-  return {Family::kDirect, {}, "direct/simt"};
+  return {Family::kDirect, {}, {}, "direct/simt"};
 }
 
 }  // namespace

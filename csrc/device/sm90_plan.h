@@ -1,0 +1,84 @@
+// How the sm90 implicit GEMM (kernels/implicit_gemm_sm90.cu) runs a convolution: decided by arithmetic on the host from
+// the shape alone, testable without a GPU.
+#pragma once
+
+#include <string>
+
+#include "args.h"
+
+namespace yolo12_fastconv {
+
+// How the pixels of x reach shared memory.
+enum class PixelMode : int {
+  kRows = 0,  // 1x1: x is a matrix of pixels; a tile is 64 rows of it
+  kWindow = 1,  // a tile is 8x8 outputs; its input window is loaded once and serves all filter taps
+  kTaps = 2,  // a tile is 64 outputs in a row; each filter tap loads its pixels (im2col mode of the copy engine)
+};
+
+struct Sm90Plan {
+  int channels = 0;  // output channels of a tile; 0: no plan
+  int workers = 0;  // warpgroups that compute, each a tile of 64 pixels of its own
+  int row_bytes = 0;  // a block of input channels, in bytes: 128, 64 or 32
+  int parts = 1;  // rows: blocks of input channels in a pixel stage
+  PixelMode mode = PixelMode::kRows;
+  bool resident = false;  // weights of the tile's channels stay in shared memory
+  int pixel_stages = 0;  // per worker
+  int weight_stages = 0;
+};
+
+constexpr int kSm90Channels[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
+constexpr int kSm90SharedBytes = 227 * 1024;
+constexpr int kSm90MaxTaps = 25;
+constexpr int kSm90MaxWeightStages = 256;
+
+// What fits the registers of a multiprocessor.
+constexpr int sm90_max_workers(int channels) { return channels <= 96 ? 4 : channels <= 192 ? 3 : 2; }
+// Output channels that leave a warp at once, through shared memory.
+constexpr int sm90_store_channels(int channels) {
+  return channels % 64 == 0 ? 64 : channels == 32 ? 32 : channels == 16 ? 16 : channels == 80 ? 80 : 48;
+}
+
+// Size of the input window of 8x8 outputs, per residue of the stride.
+struct Sm90Window {
+  int w, h;
+};
+inline Sm90Window sm90_window(const ConvShape& s) {
+  return {8 + (s.kernel_w - 1) * s.dilation_w / s.stride_w, 8 + (s.kernel_h - 1) * s.dilation_h / s.stride_h};
+}
+
+// Bytes of a pixel stage, a multiple of the swizzle's period.
+inline int sm90_pixel_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
+  const Sm90Window window = sm90_window(s);
+  const int pixels = p.mode == PixelMode::kWindow ? window.w * window.h : 64;
+  return (pixels + 7) / 8 * 8 * p.row_bytes * p.parts;
+}
+inline int sm90_weight_stage_bytes(const Sm90Plan& p) { return p.channels * p.row_bytes; }
+
+// The parts of shared memory in the order in which they lie.
+struct Sm90Layout {
+  int pixels, output, affine, barriers, bytes;  // offsets; weights begin at 0
+};
+inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
+  Sm90Layout l;
+  l.pixels = p.weight_stages * sm90_weight_stage_bytes(p);
+  l.output = l.pixels + p.workers * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
+  l.output = (l.output + 1023) / 1024 * 1024;
+  l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels) * 2;
+  l.barriers = l.affine + p.channels * 8;
+  l.bytes = l.barriers + 2 * 8 * (p.workers * p.pixel_stages + p.weight_stages);
+  return l;
+}
+
+// Streamed weights: by how many blocks of input channels each worker starts after the one before. Workers that read the
+// same weights one after the other finish their tiles one after the other, and the epilogue of one runs under the
+// products of the rest. It costs up to a tile's time at the end, so it takes several tiles per worker.
+inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tile_groups, int64_t columns) {
+  return p.resident || blocks < p.workers || tile_groups < 5 * columns ? 0 : blocks / p.workers;
+}
+
+// The plan with the lowest estimate. channels is 0 where the kernel can't run the convolution. Takes for granted: half
+// or bfloat16, and rows of x aligned to 16 bytes.
+Sm90Plan plan_sm90(const ConvShape& shape);
+std::string sm90_name(const Sm90Plan& plan);
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,832 @@
+// Dense convolution (groups = 1) as an implicit GEMM on Hopper's tensor cores, target sm90 (wgmma, bulk tensor copies):
+// compute capability 9.0 only.
+//
+//   y[m, k] = act(scale[k] * sum over t, c of x[pixel(m, t), c] * w[k, t, c] + shift[k]) + residual[m, k]
+//
+// m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
+// channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
+// to 16 bytes), zero-filled. y: NHWC, dense. half or bfloat16 in and out, float sums.
+//
+// One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
+// Each of its workers (a warpgroup) has a tile of its own, and a warp of its own that keeps its ring of pixel stages
+// full; so one worker's epilogue runs under the products of the others. The weights either stay in shared memory for
+// the life of the block, or run through a ring that all workers read in step (device/sm90_plan.h says which, and why).
+// A pixel stage holds one block of input channels of
+//   rows:   64 pixels (1x1)
+//   window: the input window of 8x8 outputs, one per residue of the stride; a filter tap is an offset of whole rows
+//           into it, which the swizzled operands of wgmma allow, so x crosses L2 once instead of R * S times
+//   taps:   64 pixels as one filter tap sees them (im2col mode of the copy engine)
+// The copy engine writes zeros for padding and for channels behind C. Sums are added in an order that
+// depends on the shape and the number of multiprocessors alone.
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "device/fast_divide.h"
+#include "device/hopper.cuh"
+#include "device/kernels.h"
+#include "device/lanes.cuh"
+#include "device/launch_limits.cuh"
+#include "device/numeric.cuh"
+#include "device/sm90_plan.h"
+#include "device/tensor_core.cuh"
+
+// Without wgmma the kernel's body is empty, and the functions that it calls are left over.
+#pragma nv_diag_suppress 177
+
+namespace yolo12_fastconv {
+namespace {
+
+constexpr int kTilePixels = 64;
+
+// Filter taps that share a pixel stage, and where that stage's pixels lie relative to the tile's first one.
+struct Plane {
+  int16_t right, down;
+  int16_t first_tap, last_tap;
+};
+// What one weight stage is multiplied with: a filter tap, or (rows) one of the channel blocks of a pixel stage.
+struct Tap {
+  int32_t offset;  // of its first row in the pixel stage, in 16 bytes
+  int16_t weight;  // r * S + s
+  int16_t channel;  // relative to the first one of the pixel stage
+};
+
+struct KernelArgs {
+  CUtensorMap x, weight, y;
+  Plane plane[kSm90MaxTaps];
+  Tap tap[kSm90MaxTaps];
+  Affine affine;
+  Act act;
+  PixelMode mode;
+  int planes, taps, workers, channel_tiles;
+  int out_channels, blocks, last_block_steps;  // stages that the input channels take; wgmma steps in the last one
+  int row_bytes, stage_channels, group_bytes;  // group: eight rows of a pixel stage as wgmma reads it
+  int pixel_stages, pixel_stage_bytes, pixel_filled_bytes;
+  int weight_stages, weight_stage_bytes;
+  int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
+  int block_steps;  // wgmma steps in a full block of channels
+  bool resident, store_boxes;
+  int tiles, tile_groups, columns;  // pixel tiles; groups of `workers` tiles; blocks per channel tile
+  int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
+  int offset_pixels, offset_output, offset_affine, offset_barriers;
+  int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
+  int64_t pixels;
+  FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h;
+  void* y_data;
+  const void* residual;
+  int64_t residual_stride;
+  bool residual_vectors;  // 16-byte loads are aligned
+};
+
+template <int kChannels>
+constexpr int kMaxThreads = sm90_max_workers(kChannels) * 160 + 32;
+
+// First output pixel of a tile. n, p and q only where the mode needs them: not in rows.
+struct TilePosition {
+  int n = 0, p = 0, q = 0;
+  int64_t pixel = 0;
+};
+
+__device__ __forceinline__ TilePosition window_position(const KernelArgs& args, int tile) {
+  TilePosition t;
+  int row;
+  args.by_tiles_w.divide(tile, row, t.q);
+  args.by_tiles_h.divide(row, t.n, t.p);
+  t.q *= 8;
+  t.p *= 8;
+  t.pixel = (int64_t(t.n) * args.out_h + t.p) * args.out_w + t.q;
+  return t;
+}
+
+__device__ __forceinline__ TilePosition row_position(int tile) {
+  TilePosition t;
+  t.pixel = int64_t(tile) * kTilePixels;
+  return t;
+}
+
+__device__ __forceinline__ TilePosition taps_position(const KernelArgs& args, int tile) {
+  TilePosition t = row_position(tile);
+  int row;
+  args.by_out_w.divide(static_cast<int>(t.pixel), row, t.q);
+  args.by_out_h.divide(row, t.n, t.p);
+  return t;
+}
+
+// A place in a ring of stages, and the parity of the barrier phase that it stands for.
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The barriers of one ring: filled[stages], then emptied[stages].
+struct Ring {
+  uint32_t barriers;
+  int stages;
+  __device__ __forceinline__ uint32_t filled(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t emptied(int stage) const { return barriers + (stages + stage) * 8; }
+};
+
+// One thread per worker: fills the worker's ring of pixel stages, tile after tile.
+__device__ __forceinline__ void load_pixels_of(const KernelArgs& args, Ring ring, uint32_t stages, int worker,
+                                               int column) {
+  RingPosition at;
+  for (int group = column; group < args.tile_groups; group += args.columns) {
+    // Past the end, the last tile once more: every worker takes every weight stage.
+    const int tile = min(group * args.workers + worker, args.tiles - 1);
+    const TilePosition t = args.mode == PixelMode::kWindow ? window_position(args, tile)
+                           : args.mode == PixelMode::kTaps ? taps_position(args, tile)
+                                                           : row_position(tile);
+    const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
+    int block = worker * args.lag_blocks;
+    for (int step = 0; step < args.blocks; ++step) {
+      const int channel = block * args.stage_channels;
+      if (++block == args.blocks) block = 0;
+      for (int i = 0; i < args.planes; ++i) {
+        barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+        const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
+        barrier_expect(filled, args.pixel_filled_bytes);
+        const Plane plane = args.plane[i];
+        if (args.mode == PixelMode::kWindow) {
+          load_box(to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
+        } else {
+          for (int i = plane.first_tap; i <= plane.last_tap; ++i) {
+            const Tap part = args.tap[i];
+            if (args.mode == PixelMode::kRows) {
+              load_box(to + part.offset * 16, &args.x, filled, channel + part.channel, static_cast<int>(t.pixel), 0, 0);
+            } else {
+              load_pixels(to + part.offset * 16, &args.x, filled, channel + part.channel, left, top, t.n, plane.right,
+                          plane.down);
+            }
+          }
+        }
+        at.advance(args.pixel_stages);
+      }
+    }
+  }
+}
+
+// One thread: fills the weight stages, in the order in which the workers read them: once, or again for every group of
+// tiles and for what the last worker lags behind the first.
+__device__ __forceinline__ void load_weights(const KernelArgs& args, Ring ring, uint32_t stages, int first_channel,
+                                             int column) {
+  RingPosition at;
+  const int groups = args.resident ? 1 : (args.tile_groups - column + args.columns - 1) / args.columns;
+  const int steps = groups * args.blocks + (args.workers - 1) * args.lag_blocks;
+  int block = 0;
+  for (int step = 0; step < steps; ++step) {
+    for (int i = 0; i < args.taps; ++i) {
+      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      const uint32_t filled = ring.filled(at.stage);
+      barrier_expect(filled, args.weight_stage_bytes);
+      load_box(stages + at.stage * args.weight_stage_bytes, &args.weight, filled,
+               block * args.stage_channels + args.tap[i].channel, args.tap[i].weight, first_channel);
+      at.advance(args.weight_stages);
+    }
+    if (++block == args.blocks) block = 0;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    memcpy(&bits, &pair, 4);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    memcpy(&bits, &pair, 4);
+  }
+  return bits;
+}
+
+// What a warp does with its 16 pixels of a finished tile.
+template <class T, int kChannels>
+class TileWriter {
+ public:
+  static constexpr int kStoreChannels = sm90_store_channels(kChannels);
+  static constexpr int kRowBytes = kStoreChannels * 2;
+  static constexpr int kBufferBytes = 16 * kRowBytes;
+
+  __device__ __forceinline__ TileWriter(const KernelArgs& args, char* shared, int first_channel)
+      : args_(args),
+        affine_(reinterpret_cast<const float4*>(shared + args.offset_affine)),
+        buffers_(shared + args.offset_output + threadIdx.x / 32 * 2 * kBufferBytes),
+        first_channel_(first_channel) {}
+
+  // Scale, shift, activation, residual; then through shared memory to y.
+  template <bool kSilu>
+  __device__ __forceinline__ void write(const float (&sum)[kChannels / 2], const TilePosition& tile) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int part = 0; part < kChannels / kStoreChannels; ++part) {
+      const int channel = first_channel_ + part * kStoreChannels;
+      if (channel < args_.out_channels) {
+        char* buffer = buffers_ + next_ * kBufferBytes;
+        next_ ^= 1;
+        if (lane == 0) wait_stores_read<1>();
+        __syncwarp();
+#pragma unroll
+        for (int pair = 0; pair < kStoreChannels / 16; ++pair) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int column = part * kStoreChannels + pair * 16 + j * 8;
+            const float4 affine = affine_[column / 2 + lane % 4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* d = sum + column / 2 + 2 * h;
+              float u = fmaf(d[0], affine.x, affine.y), v = fmaf(d[1], affine.z, affine.w);
+              if constexpr (kSilu) {
+                u = silu_of_half(u);
+                v = silu_of_half(v);
+              }
+              packed[2 * j + h] = pack_pair<T>(u, v);
+            }
+          }
+          store_matrices(shared_address(buffer) + offset(lane % 16, pair * 2 + lane / 16), packed);
+        }
+        if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
+        if (args_.store_boxes) {
+          fence_for_copy_engine();
+          __syncwarp();
+          if (lane == 0) {
+            if (args_.mode == PixelMode::kWindow) {
+              store_box(&args_.y, shared_address(buffer), channel, tile.q, tile.p + 2 * warp, tile.n);
+            } else {
+              store_box(&args_.y, shared_address(buffer), channel, static_cast<int>(tile.pixel) + 16 * warp, 0, 0);
+            }
+          }
+        } else {
+          __syncwarp();
+          if (args_.out_channels % 4 == 0) {
+            copy_out<4>(buffer, tile, warp, lane, channel);
+          } else if (args_.out_channels % 2 == 0) {
+            copy_out<2>(buffer, tile, warp, lane, channel);
+          } else {
+            copy_out<1>(buffer, tile, warp, lane, channel);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // Byte offset of a 16-byte chunk in a buffer, swizzled as the map of y is.
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    const int mask = kRowBytes == 128  ? row & 7
+                     : kRowBytes == 64 ? (row >> 1) & 3
+                     : kRowBytes == 32 ? (row >> 2) & 1
+                                       : 0;
+    return row * kRowBytes + (chunk ^ mask) * 16;
+  }
+
+  // The output pixel in a row of this warp's buffer, or -1 behind the map.
+  __device__ __forceinline__ int64_t pixel_of(const TilePosition& tile, int warp, int row) const {
+    if (args_.mode == PixelMode::kWindow) {
+      const int p = tile.p + 2 * warp + row / 8, q = tile.q + row % 8;
+      return p < args_.out_h && q < args_.out_w ? (int64_t(tile.n) * args_.out_h + p) * args_.out_w + q : -1;
+    }
+    const int64_t pixel = tile.pixel + 16 * warp + row;
+    return pixel < args_.pixels ? pixel : -1;
+  }
+
+  // As in stock, the activated value is rounded before the residual is added.
+  __device__ __forceinline__ void add_residual(char* buffer, const TilePosition& tile, int warp, int lane,
+                                               int channel) const {
+    constexpr int kRowChunks = kStoreChannels / 8;
+    __syncwarp();
+#pragma unroll 1
+    for (int index = lane; index < 16 * kRowChunks; index += 32) {
+      const int row = index / kRowChunks, chunk = index % kRowChunks;
+      const int64_t pixel = pixel_of(tile, warp, row);
+      const int first = channel + chunk * 8;
+      if (pixel < 0 || first >= args_.out_channels) continue;
+      const T* from = static_cast<const T*>(args_.residual) + pixel * args_.residual_stride + first;
+      T added[8];
+      if (args_.residual_vectors && first + 8 <= args_.out_channels) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(from);
+        memcpy(added, &bits, 16);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) added[e] = first + e < args_.out_channels ? from[e] : convert<T>(0.0f);
+      }
+      uint4* at = reinterpret_cast<uint4*>(buffer + offset(row, chunk));
+      uint4 bits = *at;
+      T value[8];
+      memcpy(value, &bits, 16);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(added[e]));
+      memcpy(&bits, value, 16);
+      *at = bits;
+    }
+  }
+
+  // Rows of y that are not 16-byte aligned: as wide as they are aligned, kLanes channels at once.
+  template <int kLanes>
+  __device__ __forceinline__ void copy_out(const char* buffer, const TilePosition& tile, int warp, int lane,
+                                           int channel) const {
+    using Word = typename Lanes<T, kLanes>::Word;
+    constexpr int kRowWords = kStoreChannels / kLanes;
+    const int words = min(kStoreChannels, args_.out_channels - channel) / kLanes;
+#pragma unroll 2
+    for (int index = lane; index < 16 * kRowWords; index += 32) {
+      const int row = index / kRowWords, word = index % kRowWords, c = word * kLanes;
+      const int64_t pixel = pixel_of(tile, warp, row);
+      if (pixel < 0 || word >= words) continue;
+      *reinterpret_cast<Word*>(static_cast<T*>(args_.y_data) + pixel * args_.out_channels + channel + c) =
+          *reinterpret_cast<const Word*>(buffer + offset(row, c / 8) + c % 8 * 2);
+    }
+  }
+
+  const KernelArgs& args_;
+  const float4* affine_;  // {scale, shift} of two channels
+  char* buffers_;
+  int first_channel_;
+  int next_ = 0;
+};
+
+// Where both operands of a group of products begin, as descriptors.
+struct Operands {
+  uint32_t pixel_layout, weight_layout;
+  uint32_t pixels, weights;
+};
+
+// A weight stage times its part of a pixel stage, as one group: kSteps times 16 input channels.
+template <class T, int kChannels, int kSteps>
+__device__ __forceinline__ void multiply_steps(float (&sum)[kChannels / 2], const Operands& from) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    wgmma<T, kChannels>(sum, descriptor(from.pixel_layout, from.pixels + 2 * k),
+                        descriptor(from.weight_layout, from.weights + 2 * k));
+  }
+  wgmma_commit();
+}
+
+template <class T, int kChannels>
+__device__ __forceinline__ void multiply(float (&sum)[kChannels / 2], int steps, const Operands& from) {
+  if (steps == 4) {
+    multiply_steps<T, kChannels, 4>(sum, from);
+  } else if (steps == 2) {
+    multiply_steps<T, kChannels, 2>(sum, from);
+  } else if (steps == 1) {
+    multiply_steps<T, kChannels, 1>(sum, from);
+  } else {
+    multiply_steps<T, kChannels, 3>(sum, from);
+  }
+}
+
+// The products of one warpgroup's tiles. The loops are short of time for instructions rather than for tensor cores:
+// what a warp does between two groups of products takes 4 to 10 cycles an instruction.
+template <class T, int kChannels>
+class Worker {
+ public:
+  __device__ __forceinline__ Worker(const KernelArgs& args, Ring pixel_ring, Ring weight_ring, uint32_t pixel_stages,
+                                    uint32_t weight_stages)
+      : args_(args),
+        pixel_ring_(pixel_ring),
+        weight_ring_(weight_ring),
+        first_pixels_(descriptor_start(pixel_stages)),
+        first_weights_(descriptor_start(weight_stages)),
+        signals_(threadIdx.x % 32 == 0) {
+    from_.pixel_layout = descriptor_layout(args.row_bytes, args.group_bytes);
+    from_.weight_layout = descriptor_layout(args.row_bytes, 8 * args.row_bytes);
+  }
+
+  // All products of a tile; the weights lie in shared memory, in the order of use. `wait`: they may still be on the
+  // way.
+  __device__ __forceinline__ void multiply_resident(float (&sum)[kChannels / 2], bool wait) {
+    uint32_t emptied = 0, release = 0, weight_filled = weight_ring_.barriers;
+    from_.weights = first_weights_;
+    int block = 0;
+    // Loops that run at least once, as the compiler has to see to keep the products asynchronous.
+    do {
+      const int steps = block + 1 == args_.blocks ? args_.last_block_steps : args_.block_steps;
+      int i = 0;
+      do {
+        const Plane plane = args_.plane[i];
+        const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
+        barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
+        int tap = plane.first_tap;
+        do {
+          if (wait) barrier_wait(weight_filled, 0);
+          from_.pixels = pixels + args_.tap[tap].offset;
+          multiply<T, kChannels>(sum, steps, from_);
+          from_.weights += args_.weight_stage_step;
+          weight_filled += 8;
+        } while (++tap <= plane.last_tap);
+        wgmma_wait<1>();
+        barrier_arrive_if(emptied, release);
+        emptied = pixel_ring_.emptied(pixel_at_.stage);
+        release = signals_;
+        pixel_at_.advance(pixel_ring_.stages);
+      } while (++i < args_.planes);
+    } while (++block < args_.blocks);
+    wgmma_wait<0>();
+    barrier_arrive_if(emptied, release);
+  }
+
+  // All products of a tile, from block `first` of the input channels on, round; the weights come through their ring.
+  __device__ __forceinline__ void multiply_streamed(float (&sum)[kChannels / 2], int first) {
+    uint32_t emptied = 0, release = 0, weight_emptied = 0, weight_release = 0;
+    int block = first;
+    do {
+      const int steps = block + 1 == args_.blocks ? args_.last_block_steps : args_.block_steps;
+      int i = 0;
+      do {
+        const Plane plane = args_.plane[i];
+        const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
+        barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
+        int tap = plane.first_tap;
+        do {
+          from_.pixels = pixels + args_.tap[tap].offset;
+          from_.weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
+          barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
+          multiply<T, kChannels>(sum, steps, from_);
+          wgmma_wait<1>();
+          barrier_arrive_if(weight_emptied, weight_release);
+          barrier_arrive_if(emptied, release);
+          release = 0;
+          weight_emptied = weight_ring_.emptied(weight_at_.stage);
+          weight_release = signals_;
+          weight_at_.advance(weight_ring_.stages);
+        } while (++tap <= plane.last_tap);
+        emptied = pixel_ring_.emptied(pixel_at_.stage);
+        release = signals_;
+        pixel_at_.advance(pixel_ring_.stages);
+      } while (++i < args_.planes);
+      if (++block == args_.blocks) block = 0;
+    } while (block != first);
+    wgmma_wait<0>();
+    barrier_arrive_if(weight_emptied, weight_release);
+    barrier_arrive_if(emptied, release);
+  }
+
+  // Lets the weights of this many blocks pass.
+  __device__ __forceinline__ void skip(int blocks) {
+    for (int i = 0; i < blocks * args_.taps; ++i) {
+      barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
+      barrier_arrive_if(weight_ring_.emptied(weight_at_.stage), signals_);
+      weight_at_.advance(weight_ring_.stages);
+    }
+  }
+
+ private:
+  const KernelArgs& args_;
+  Ring pixel_ring_, weight_ring_;
+  uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
+  uint32_t signals_;  // one lane a warp
+  Operands from_;
+  RingPosition pixel_at_, weight_at_;
+};
+
+template <class T, int kChannels>
+__device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
+                                              int column, char* shared, int first_channel) {
+  TileWriter<T, kChannels> writer(args, shared, first_channel);
+  const int lag = index * args.lag_blocks;
+  worker.skip(lag);
+  for (int group = column; group < args.tile_groups; group += args.columns) {
+    float sum[kChannels / 2] = {};
+    if (args.resident) {
+      worker.multiply_resident(sum, group == column);
+    } else {
+      worker.multiply_streamed(sum, lag);
+    }
+    const int tile = group * args.workers + index;
+    if (tile < args.tiles) {
+      const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+      if (args.act == Act::kSilu) {
+        writer.template write<true>(sum, position);
+      } else {
+        writer.template write<false>(sum, position);
+      }
+    }
+  }
+  worker.skip((args.workers - 1) * args.lag_blocks - lag);
+  if (threadIdx.x % 32 == 0) wait_stores_read<0>();
+}
+
+template <class T, int kChannels>
+__global__ __launch_bounds__(kMaxThreads<kChannels>,
+                             1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
+#if YOLO12_HAS_WGMMA
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = shared_address(shared);
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+  const int channel_tile = static_cast<int>(blockIdx.x) % args.channel_tiles;
+  const int column = static_cast<int>(blockIdx.x) / args.channel_tiles;
+  const int first_channel = channel_tile * kChannels;
+
+  const Ring weight_ring = {base + args.offset_barriers, args.weight_stages};
+  const auto pixel_ring = [&](int worker) {
+    return Ring{base + args.offset_barriers + 16 * (args.weight_stages + worker * args.pixel_stages),
+                args.pixel_stages};
+  };
+  if (threadIdx.x == 0) {
+    if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
+    prefetch_tensor_map(&args.x);
+    prefetch_tensor_map(&args.weight);
+    prefetch_tensor_map(&args.y);
+  }
+  // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do.
+  const int barriers = args.weight_stages + args.workers * args.pixel_stages;
+  for (int i = threadIdx.x; i < barriers; i += blockDim.x) {
+    if (i < args.weight_stages) {
+      barrier_init(weight_ring.filled(i), 1);
+      barrier_init(weight_ring.emptied(i), 4 * args.workers);
+    } else {
+      const Ring ring = pixel_ring((i - args.weight_stages) / args.pixel_stages);
+      barrier_init(ring.filled((i - args.weight_stages) % args.pixel_stages), 1);
+      barrier_init(ring.emptied((i - args.weight_stages) % args.pixel_stages), 4);
+    }
+    barrier_init_fence();
+  }
+  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
+  for (int c = threadIdx.x; c < kChannels; c += blockDim.x) {
+    const int channel = first_channel + c;
+    ScaleShift<float> f = {0.0f, 0.0f};
+    if (channel < args.out_channels) f = fold<float>(args.affine, channel);
+    // silu_of_half takes half of its argument; halving is exact.
+    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
+  }
+  __syncthreads();
+
+  const auto pixel_stages = [&](int worker) {
+    return base + args.offset_pixels + worker * args.pixel_stages * args.pixel_stage_bytes;
+  };
+  if (warp < 4 * args.workers) {
+    const int worker = warp / 4;
+    compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
+                  column, shared, first_channel);
+  } else if (warp < 5 * args.workers) {
+    const int worker = warp - 4 * args.workers;
+    if (lane == 0) load_pixels_of(args, pixel_ring(worker), pixel_stages(worker), worker, column);
+  } else if (lane == 0) {
+    load_weights(args, weight_ring, base, first_channel, column);
+  }
+#endif
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+// cuTensorMapEncode* live in the driver's library, which is not linked.
+template <class Function>
+Function driver_function(const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
+    fail("implicit_gemm_sm90: the driver has no ", name, "; update it, or set YOLO12_FASTCONV_TARGET=sm80");
+  }
+  return reinterpret_cast<Function>(address);
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+using EncodeIm2col = decltype(&cuTensorMapEncodeIm2col);
+
+void check_map(CUresult status, const char* which) {
+  if (status != CUDA_SUCCESS)
+    fail("implicit_gemm_sm90: tensor map of ", which, ": driver error ", static_cast<int>(status));
+}
+
+CUtensorMapDataType map_type(DType dtype) {
+  return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+CUtensorMapSwizzle map_swizzle(int row_bytes) {
+  switch (row_bytes) {
+    case 128: return CU_TENSOR_MAP_SWIZZLE_128B;
+    case 64: return CU_TENSOR_MAP_SWIZZLE_64B;
+    case 32: return CU_TENSOR_MAP_SWIZZLE_32B;
+    default: return CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
+}
+
+template <int kRank>
+CUtensorMap tiled_map(const char* which, DType dtype, const void* data, const cuuint64_t (&size)[kRank],
+                      const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
+                      const cuuint32_t (&step)[kRank], CUtensorMapSwizzle swizzle) {
+  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
+  CUtensorMap map;
+  check_map(encode(&map, map_type(dtype), kRank, const_cast<void*>(data), size, stride_bytes, box, step,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+            which);
+  return map;
+}
+
+// Strides of a tensor whose sizes of one get the stride that a dense tensor would have.
+Strides effective_strides(const ConvShape& s, Strides x) {
+  if (s.in_w == 1) x.w = round_up(s.in_channels, 8);
+  if (s.in_h == 1) x.h = x.w * s.in_w;
+  if (s.batch == 1) x.n = x.h * s.in_h;
+  return x;
+}
+
+CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, PixelMode mode, const Strides& x) {
+  const ConvShape& s = a.shape;
+  const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
+  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
+  const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
+  const auto c = static_cast<cuuint64_t>(s.in_channels), w = static_cast<cuuint64_t>(s.in_w),
+             h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
+  if (mode == PixelMode::kRows) {
+    const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
+    return tiled_map<4>("x", dtype, a.x, {c, pixels, 1, 1}, {bytes(x.w), bytes(x.w) * pixels, bytes(x.w) * pixels},
+                        {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, swizzle);
+  }
+  const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
+  if (mode == PixelMode::kWindow) {
+    const Sm90Window window = sm90_window(s);
+    return tiled_map<4>("x", dtype, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
+                        {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, swizzle);
+  }
+  static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
+  const cuuint64_t size[4] = {c, w, h, n}, stride[3] = {bytes(x.w), bytes(x.h), bytes(x.n)};
+  const int lower[2] = {-s.pad_w, -s.pad_h};
+  const int upper[2] = {s.pad_w - (s.kernel_w - 1) * s.dilation_w, s.pad_h - (s.kernel_h - 1) * s.dilation_h};
+  const cuuint32_t step[4] = {1, step_w, step_h, 1};
+  CUtensorMap map;
+  check_map(encode(&map, map_type(dtype), 4, const_cast<void*>(a.x), size, stride, lower, upper, channels, kTilePixels,
+                   step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+            "x");
+  return map;
+}
+
+// Planes and taps in the order in which the products run.
+void fill_taps(KernelArgs& k, const ConvShape& s, const Sm90Plan& plan) {
+  const auto narrow = [](int value) { return static_cast<int16_t>(value); };
+  k.planes = k.taps = 0;
+  if (plan.mode == PixelMode::kRows) {
+    for (int part = 0; part < plan.parts; ++part) {
+      k.tap[k.taps++] = {part * kTilePixels * plan.row_bytes / 16, 0, narrow(part * plan.row_bytes / 2)};
+    }
+    k.plane[k.planes++] = {0, 0, 0, narrow(k.taps - 1)};
+    return;
+  }
+  const bool windows = plan.mode == PixelMode::kWindow;
+  const Sm90Window window = sm90_window(s);
+  const int residues_h = windows ? s.stride_h : 1, residues_w = windows ? s.stride_w : 1;
+  for (int y = 0; y < residues_h; ++y) {
+    for (int x = 0; x < residues_w; ++x) {
+      const int first = k.taps;
+      for (int r = 0; r < s.kernel_h; ++r) {
+        for (int c = 0; c < s.kernel_w; ++c) {
+          const int down = r * s.dilation_h, right = c * s.dilation_w;
+          const int16_t weight = narrow(r * s.kernel_w + c);
+          if (!windows) {
+            k.plane[k.planes++] = {narrow(right), narrow(down), narrow(k.taps), narrow(k.taps)};
+            k.tap[k.taps++] = {0, weight, 0};
+          } else if (down % s.stride_h == y && right % s.stride_w == x) {
+            const int row = down / s.stride_h * window.w + right / s.stride_w;
+            k.tap[k.taps++] = {row * plan.row_bytes / 16, weight, 0};
+          }
+        }
+      }
+      if (windows && k.taps > first) k.plane[k.planes++] = {narrow(x), narrow(y), narrow(first), narrow(k.taps - 1)};
+    }
+  }
+}
+
+template <class T, int kChannels>
+void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const Strides x = effective_strides(s, a.x_strides);
+  PixelMode mode = plan.mode;
+  // A 1x1 over pixels that are not evenly spaced (a crop of a map).
+  if (mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) mode = PixelMode::kTaps;
+  const Sm90Layout layout = sm90_layout(s, plan);
+  const Sm90Window window = sm90_window(s);
+  const int padded = round_up(s.in_channels, 8), taps = s.kernel_h * s.kernel_w;
+
+  KernelArgs k;
+  k.x = pixel_map(a, dtype, plan, mode, x);
+  const auto row = static_cast<cuuint64_t>(padded) * 2;
+  k.weight = tiled_map<3>(
+      "weight", dtype, a.weight,
+      {static_cast<cuuint64_t>(padded), static_cast<cuuint64_t>(taps), static_cast<cuuint64_t>(s.out_channels)},
+      {row, row * taps}, {static_cast<cuuint32_t>(plan.row_bytes / 2), 1, kChannels}, {1, 1, 1},
+      map_swizzle(plan.row_bytes));
+  k.store_boxes = s.out_channels % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
+  if (k.store_boxes) {
+    constexpr cuuint32_t kBox = sm90_store_channels(kChannels);
+    const auto pixel = static_cast<cuuint64_t>(s.out_channels) * 2, channels = static_cast<cuuint64_t>(s.out_channels);
+    const auto swizzle = map_swizzle(kBox * 2);
+    if (mode == PixelMode::kWindow) {
+      const auto q = static_cast<cuuint64_t>(s.out_w), p = static_cast<cuuint64_t>(s.out_h);
+      k.y = tiled_map<4>("y", dtype, a.y, {channels, q, p, static_cast<cuuint64_t>(s.batch)},
+                         {pixel, pixel * q, pixel * q * p}, {kBox, 8, 2, 1}, {1, 1, 1, 1}, swizzle);
+    } else {
+      const auto pixels = static_cast<cuuint64_t>(s.out_pixels());
+      k.y = tiled_map<4>("y", dtype, a.y, {channels, pixels, 1, 1}, {pixel, pixel * pixels, pixel * pixels},
+                         {kBox, 16, 1, 1}, {1, 1, 1, 1}, swizzle);
+    }
+  } else {
+    k.y = k.weight;  // prefetched, not used
+  }
+  fill_taps(k, s, plan);
+  k.affine = a.affine;
+  k.act = a.act;
+  k.mode = mode;
+  k.workers = plan.workers;
+  k.channel_tiles = ceil_div(s.out_channels, kChannels);
+  k.out_channels = s.out_channels;
+  k.row_bytes = plan.row_bytes;
+  k.stage_channels = plan.parts * plan.row_bytes / 2;
+  k.blocks = ceil_div(s.in_channels, k.stage_channels);
+  k.last_block_steps =
+      plan.parts == 1 ? ceil_div(s.in_channels - (k.blocks - 1) * k.stage_channels, 16) : plan.row_bytes / 32;
+  k.group_bytes = (mode == PixelMode::kWindow ? window.w : 8) * plan.row_bytes;
+  k.pixel_stages = plan.pixel_stages;
+  k.pixel_stage_bytes = sm90_pixel_stage_bytes(s, plan);
+  k.pixel_filled_bytes = (mode == PixelMode::kWindow ? window.w * window.h : kTilePixels * plan.parts) * plan.row_bytes;
+  k.weight_stages = plan.weight_stages;
+  k.weight_stage_bytes = sm90_weight_stage_bytes(plan);
+  k.pixel_stage_step = k.pixel_stage_bytes / 16;
+  k.weight_stage_step = k.weight_stage_bytes / 16;
+  k.block_steps = plan.row_bytes / 32;
+  k.resident = plan.resident;
+  const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
+  k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
+                                       : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
+  k.tile_groups = ceil_div(k.tiles, plan.workers);
+  k.columns = std::min(std::max(1, multiprocessor_count() / k.channel_tiles), k.tile_groups);
+  k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tile_groups, k.columns);
+  k.offset_pixels = layout.pixels;
+  k.offset_output = layout.output;
+  k.offset_affine = layout.affine;
+  k.offset_barriers = layout.barriers;
+  k.out_h = s.out_h;
+  k.out_w = s.out_w;
+  k.stride_h = s.stride_h;
+  k.stride_w = s.stride_w;
+  k.pad_h = s.pad_h;
+  k.pad_w = s.pad_w;
+  k.pixels = s.out_pixels();
+  k.by_tiles_w = FastDivide(tiles_w);
+  k.by_tiles_h = FastDivide(tiles_h);
+  k.by_out_w = FastDivide(s.out_w);
+  k.by_out_h = FastDivide(s.out_h);
+  k.y_data = a.y;
+  k.residual = a.residual;
+  k.residual_stride = a.residual_strides.w;
+  k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % 8 == 0;
+
+  const auto kernel = implicit_gemm_sm90_kernel<T, kChannels>;
+  // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
+  allow_shared_bytes(kernel, layout.bytes);
+  const unsigned int grid = checked_grid(int64_t(k.columns) * k.channel_tiles, "implicit_gemm_sm90");
+  kernel<<<grid, 160 * plan.workers + 32, layout.bytes, stream>>>(k);
+  check_launch("implicit_gemm_sm90");
+}
+
+// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
+constexpr bool is_built_for_hopper() {
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch == 900) return true;
+  }
+  return false;
+}
+
+template <class T>
+void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+  if constexpr (is_built_for_hopper()) {
+    switch (plan.channels) {
+      case 16: return launch<T, 16>(args, dtype, plan, stream);
+      case 32: return launch<T, 32>(args, dtype, plan, stream);
+      case 48: return launch<T, 48>(args, dtype, plan, stream);
+      case 64: return launch<T, 64>(args, dtype, plan, stream);
+      case 80: return launch<T, 80>(args, dtype, plan, stream);
+      case 96: return launch<T, 96>(args, dtype, plan, stream);
+      case 128: return launch<T, 128>(args, dtype, plan, stream);
+      case 192: return launch<T, 192>(args, dtype, plan, stream);
+      case 256: return launch<T, 256>(args, dtype, plan, stream);
+      default: break;
+    }
+  }
+  fail("implicit_gemm_sm90: this build has no kernel for tiles of ", plan.channels, " channels");
+}
+
+}  // namespace
+
+void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+  if (args.shape.groups != 1) fail("implicit_gemm_sm90: groups=", args.shape.groups, ", only 1 is dense");
+  switch (dtype) {
+    case DType::kFloat16: return choose<__half>(args, dtype, plan, stream);
+    case DType::kBFloat16: return choose<__nv_bfloat16>(args, dtype, plan, stream);
+    default: fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
+  }
+}
+
+}  // namespace yolo12_fastconv

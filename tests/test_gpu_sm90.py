@@ -1,0 +1,147 @@
+"""The sm90 implicit GEMM on shapes that reach each of its channel tiles, modes and ways out.
+
+pytest -m gpu tests/test_gpu_sm90.py
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from yolo12_fastconv import ops
+
+pytestmark = pytest.mark.gpu
+
+
+class Conv(NamedTuple):
+    size: tuple[int, int, int, int]  # of x
+    channels: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+
+WIDTHS = [
+    Conv((2, 96, 20, 23), channels, kernel, 1, kernel // 2, 1)
+    for kernel in (1, 3)
+    for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256)
+]
+GEOMETRIES = [
+    Conv((2, 64, 33, 31), 64, 3, 2, 1, 1),
+    Conv((2, 40, 13, 17), 51, 3, 2, 2, 2),
+    Conv((2, 40, 13, 17), 56, 5, 1, 4, 2),
+    Conv((2, 40, 13, 17), 56, 5, 3, 0, 1),
+    Conv((3, 24, 7, 5), 8, 3, 1, 1, 1),
+    Conv((1, 8, 1, 1), 8, 3, 1, 1, 1),
+    Conv((1, 72, 9, 40), 24, 1, 2, 0, 1),
+    Conv((4, 3, 64, 48), 16, 3, 2, 1, 1),
+]
+ODD = [
+    Conv((2, 307, 20, 20), 61, 1, 1, 0, 1),
+    Conv((2, 460, 20, 20), 384, 1, 1, 0, 1),
+    Conv((2, 384, 20, 20), 460, 1, 1, 0, 1),
+    Conv((3, 72, 21, 19), 102, 3, 1, 1, 1),
+    Conv((3, 72, 21, 19), 103, 1, 1, 0, 1),
+]
+# Many tiles per block: rings that go round, workers that lag behind each other.
+LONG = [
+    Conv((16, 384, 80, 80), 384, 1, 1, 0, 1),
+    Conv((16, 256, 80, 80), 256, 3, 2, 1, 1),
+    Conv((12, 192, 77, 79), 200, 3, 1, 1, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch, cuda):
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.fail("these tests need a GPU of compute capability 9.0")
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm90")
+
+
+def name_of(conv: Conv, dtype: torch.dtype) -> str:
+    return ops.describe_kernel(
+        conv.size, (conv.channels, conv.size[1], conv.kernel, conv.kernel), (conv.stride,) * 2, (conv.padding,) * 2,
+        (conv.dilation,) * 2, 1, dtype, tf32=False, capability=90,
+    )  # fmt: skip
+
+
+def relative(got: Tensor, truth: Tensor) -> float:
+    return ((got.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    "convs", [WIDTHS, GEOMETRIES, ODD, LONG], ids=["widths", "geometries", "odd", "long"]
+)
+def test_error_and_repetition(cuda, convs, residual, sliced, dtype):
+    problems = []
+    for index, conv in enumerate(convs):
+        (n, c, h, w), k, kernel, stride, padding, dilation = conv
+        torch.manual_seed(index)
+        wide = torch.randn(n, c + 16, h, w, device=cuda, dtype=dtype).contiguous(
+            memory_format=torch.channels_last
+        )
+        x = wide[:, 8 : 8 + c] if sliced else wide[:, :c].contiguous(memory_format=torch.channels_last)
+        weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
+        bias = torch.randn(k, device=cuda, dtype=dtype)
+        geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
+
+        def stock(to, x=x, weight=weight, bias=bias, geometry=geometry):
+            return functional.silu(functional.conv2d(x.to(to), weight.to(to), bias.to(to), *geometry))
+
+        truth, peer = stock(torch.float64), stock(dtype)
+        added = torch.randn_like(peer) if residual else None
+        if added is not None:
+            truth, peer = truth + added.double(), peer + added
+        got = ops.conv_bn_act(x, weight, bias, None, added, *geometry)
+        again = ops.conv_bn_act(x, weight, bias, None, added, *geometry)
+        name = name_of(conv, dtype)
+        error, limit = relative(got, truth), 2 * relative(peer, truth) + 1e-5
+        if not error <= limit or not torch.equal(got, again) or not name.startswith("implicit_gemm/sm90/"):
+            problems.append(
+                f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}, equal {torch.equal(got, again)}"
+            )
+    assert not problems, "\n".join(problems)
+
+
+def test_crop_of_a_map(cuda):
+    """Pixels of a 1x1 that are not evenly spaced."""
+    x = (
+        torch.randn(2, 256, 12, 14, device=cuda)
+        .half()
+        .contiguous(memory_format=torch.channels_last)[:, :, 1:10, 2:13]
+    )
+    weight = (torch.randn(64, 256, 1, 1, device=cuda) / 16).half()
+    got = ops.conv_bn_act(x, weight, act="identity")
+    assert relative(got, functional.conv2d(x.double(), weight.double())) < 4e-4
+
+
+def test_more_than_31_bits(cuda):
+    x = torch.randn(96, 256, 320, 288, device=cuda, dtype=torch.float16).contiguous(
+        memory_format=torch.channels_last
+    )
+    assert x.numel() > 2**31
+    for kernel, stride in ((1, 1), (3, 1), (3, 2)):
+        weight = (torch.randn(24, 256, kernel, kernel, device=cuda) / (16 * kernel)).half()
+        geometry = ((stride,) * 2, (kernel // 2,) * 2)
+        got = ops.conv_bn_act(x, weight, None, None, None, *geometry, act="identity")
+        for first in (0, 94):
+            part = slice(first, first + 2)
+            assert (
+                relative(got[part], functional.conv2d(x[part].double(), weight.double(), None, *geometry))
+                < 4e-4
+            )
+
+
+def test_forced_target_that_the_gpu_has_not():
+    with pytest.raises(RuntimeError, match=r"sm90 needs a GPU of compute capability 9\.0, this one has 8\.0"):
+        ops.describe_kernel(
+            (1, 8, 8, 8), (8, 8, 1, 1), (1, 1), (0, 0), (1, 1), 1, torch.float16, tf32=False, capability=80
+        )
