@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ HEADER = """\
 KEYS = ("ci", "co", "h", "w", "k", "s", "p", "d", "groups", "act")
 
 
-Block = tuple[object, ...]
+Block = tuple[Any, ...]
 """A block's values in the order of KEYS."""
 
 
@@ -88,7 +89,8 @@ def listing() -> str:
             else:
                 blocks = Counter({block: n for block, n in blocks.items() if block not in detect[scale]})
             lines.append(f"  {scale}:\n" if blocks else f"  {scale}: []\n")
-            for block, count in blocks.items():
+            # Sorted, since versions of Ultralytics run the layers of a head in different orders.
+            for block, count in sorted(blocks.items(), key=lambda item: (-item[0][KEYS.index("h")], item[0])):
                 row = ", ".join(f"{key}: {value}" for key, value in zip(KEYS, block, strict=True))
                 lines.append(f"    - {{{row}, count: {count}}}\n")
     return "".join(lines)

@@ -15,6 +15,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [_row(f"yolo12{scale}.yaml", *run) for scale in scales for run in _runs(rest)]
     except parity_cli.UsageError as error:
         print(f"parity_check: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # of a kernel, say: the status has to tell it from broken parity
+        traceback.print_exc()
         return 2
     text = _markdown(rows)
     print(text, end="")

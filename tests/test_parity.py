@@ -21,33 +21,13 @@ from yolo12_fastconv import ParityReport, check_parity, ops, parity_cli, patch_m
 from yolo12_fastconv.parity import main, natural_batch, randomise_
 
 DTYPES = [torch.float32, torch.bfloat16]
-FAULTY = "model.2.m.0.m.0.cv1"  # of TINY: a 3x3 inside a C3k
-
-
-TINY = {  # every kind of block that there is in a YOLO12, in a classifier that builds in milliseconds
-    "nc": 3,
-    "backbone": [
-        [-1, 1, "Conv", [8, 3, 2]],
-        [-1, 1, "DWConv", [8, 3, 1]],
-        [-1, 1, "C3k2", [16, True]],
-        [-1, 1, "Conv", [64, 3, 2]],
-        [-1, 1, "A2C2f", [64, True, 1]],
-    ],
-    "head": [[-1, 1, "Classify", ["nc"]]],
-}
-
-
-def build_tiny() -> nn.Module:
-    from ultralytics.nn.tasks import ClassificationModel
-
-    torch.manual_seed(0)
-    return support.uneven(ClassificationModel(copy.deepcopy(TINY), verbose=False)).eval()
+FAULTY = "model.2.m.0.m.0.cv1"  # of support.TINY: a 3x3 inside a C3k
 
 
 @pytest.fixture
 def tiny():
     """A small stock classifier with uneven batch norms; input (N, 3, 32, 32)."""
-    return build_tiny()
+    return support.build(support.TINY)
 
 
 @pytest.fixture
@@ -94,7 +74,9 @@ def test_every_task(task):
     assert report.ok, str(report)
     kinds = {"seg": "boxes", "pose": "boxes", "obb": "rotated boxes", "cls": "classes"}
     assert report.detections is not None and report.detections.kind == kinds[task]
-    assert {"seg": "proto", "pose": "kpts", "obb": "angle", "cls": "output[0]"}[task] in str(report)
+    assert {"seg": "[0].extras", "pose": "[0].extras", "obb": "[0].extras", "cls": "output[0]"}[task] in str(
+        report
+    )
 
 
 def test_half_precision_and_fused(tiny, pictures):
@@ -124,7 +106,7 @@ def test_patched_and_wrapped_models(tiny, pictures):
 
 
 def test_single_block_and_plain_module():
-    block = support.uneven(build_tiny().model[2])
+    block = support.uneven(support.build(support.TINY).model[2])
     report = check_parity(block, torch.rand(2, 8, 9, 11), mode="train")
     assert report.ok and "m.0.m.0.cv1" in names_of(report)
     conv = block.cv1
@@ -147,7 +129,7 @@ def test_yolo_objects(tmp_path):
 
 def test_other_activations_biases_and_momenta(pictures):
     """What a block may be and YOLO12's are not: the op serves it, and the truth has to know it."""
-    tiny = build_tiny()
+    tiny = support.build(support.TINY)
     blocks = [m for m in tiny.modules() if type(m).__name__ == "Conv"]
     blocks[0].act = nn.PReLU(8)
     blocks[1].conv.bias = nn.Parameter(torch.randn(blocks[1].conv.out_channels))
@@ -175,7 +157,7 @@ def test_layers_that_are_kept_or_not_reached_are_told(tiny, pictures):
 
 
 def test_block_that_runs_twice_has_two_rows(pictures):
-    block = build_tiny().model[1]
+    block = support.build(support.TINY).model[1]
 
     class Twice(nn.Module):
         def __init__(self):
@@ -680,7 +662,7 @@ def test_models_without_anything_to_compare(tiny, pictures, monkeypatch):
 
 def tiny_yaml(folder: Path) -> str:
     path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY))
+    path.write_text(yaml.safe_dump(support.TINY))
     return str(path)
 
 
