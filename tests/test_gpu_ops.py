@@ -46,9 +46,8 @@ def collected():
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "yolo12_fastconv": yolo12_fastconv.__version__,
-            "library": ops.library_info()
-            if hasattr(ops, "library_info")
-            else " ".join(ops.LIBRARY.arch_list),
+            "architectures": list(ops.LIBRARY.arch_list),
+            "source_hash": ops.LIBRARY.source_hash,
         }
         op_checks.write_summary(Path(folder) / "gpu-ops-accuracy.json", findings, environment)
 
@@ -91,6 +90,26 @@ def test_awkward_cases(cuda, collected, precision):
         findings += op_checks.check_case(case, precision, cuda, eval_gradients=True)
         findings += op_checks.check_case(case, precision, cuda, layouts=("nchw", "misaligned", "crop"))
         findings += op_checks.check_case(case, precision, cuda, variants=variants(case), train=False)
+    judge(collected, findings)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"), [("sm80", "float16"), ("sm80", "bfloat16"), ("sm90", "float16")]
+)
+def test_forced_target(cuda, collected, monkeypatch, target, precision):
+    """Every shape on the kernels that the tile menu would not choose for it on this GPU."""
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
+    if target == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        with pytest.raises(RuntimeError, match="needs a GPU of compute capability 9.0"):
+            op_checks.check_case(cases.AWKWARD[0], precision, cuda)
+        return
+    findings = []
+    for case in [*(case for scale in cases.SCALES for case in new_shapes(scale)), *cases.AWKWARD]:
+        findings += op_checks.check_case(case, precision, cuda)
+        findings += op_checks.check_case(case, precision, cuda, variants=variants(case)[:1], train=False)
+    kernels = {finding.kernel for finding in findings if finding.kernel.startswith("implicit_gemm")}
+    assert f"implicit_gemm/{target}" in kernels
+    assert target == "sm90" or kernels == {f"implicit_gemm/{target}"}
     judge(collected, findings)
 
 
