@@ -100,7 +100,7 @@ def test_forced_target(cuda, collected, monkeypatch, target, precision):
     """Every shape on the kernels that the tile menu would not choose for it on this GPU."""
     monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
     if target == "sm90" and torch.cuda.get_device_capability() != (9, 0):
-        with pytest.raises(RuntimeError, match="needs a GPU of compute capability 9.0"):
+        with pytest.raises(RuntimeError, match="needs a GPU of compute capability"):
             op_checks.check_case(cases.AWKWARD[0], precision, cuda)
         return
     findings = []
