@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The record of what was run on a GPU: docs/benchmarks/<gpu>.json, and the README's table from it.
 
-    scripts/gpu_record.py run [--output DIR] [--scales n,m,l,x]   GPU tests and the parity matrix; needs a GPU
-    scripts/gpu_record.py readme [--check]                        write the table into README.md, or compare
-    scripts/gpu_record.py stale                                   say which records are older than the sources
+    scripts/gpu_record.py run FOLDER [--only tests|parity] [--scales n,m,l,x]   raw results into FOLDER; needs a GPU
+    scripts/gpu_record.py collect FOLDER                   raw results into docs/benchmarks/<gpu>.json
+    scripts/gpu_record.py readme [--check]                 write the table into README.md, or compare
+    scripts/gpu_record.py stale                            say which records are older than the sources
 
-`run` exits with 1 if a test failed or a layer is out of parity; the record is written all the same. `stale` exits with
-0 in any case, since a record can only be renewed where there is a GPU.
+`run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. `stale`
+exits with 0 in any case, since a record can only be renewed where there is a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def source_hashes() -> dict[str, str]:
     return {"csrc": _library.source_hash(ROOT / "csrc"), "package": package_hash()}
 
 
-def run(output: Path, scales: str) -> int:
+def run(folder: Path, only: str | None, scales: str) -> int:
     import torch
 
     from yolo12_fastconv import info, ops
@@ -54,24 +54,53 @@ def run(output: Path, scales: str) -> int:
     if not ops.LIBRARY.loaded:
         print(f"gpu_record: the library is not loaded: {ops.LIBRARY.reason}", file=sys.stderr)
         return 2
-    facts = info.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        tests, tests_ok = _run_tests(Path(folder))
-        parity = _run_parity(Path(folder), scales)
-    record = {
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
         "gpu": torch.cuda.get_device_name(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "sources": source_hashes(),
         "library": {"source_hash": ops.LIBRARY.source_hash, "arch_list": list(ops.LIBRARY.arch_list)},
-        "environment": _public(facts),
-        "tests": tests,
-        "parity": parity,
+        "environment": _public(info.collect()),
     }
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / (re.sub(r"[^a-z0-9]+", "-", record["gpu"].lower()).strip("-") + ".json")
+    (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+    ok = True
+    if only != "parity":
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-q",
+            "--tb=short",
+            f"--junitxml={folder / 'junit.xml'}",
+        ]
+        environment = {**os.environ, "YOLO12_FASTCONV_RESULTS": str(folder), "YOLO_AUTOINSTALL": "false"}
+        ok &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    if only != "tests":
+        script = str(ROOT / "scripts" / "parity_check.py")
+        command = [sys.executable, script, "--matrix", scales, "--json", str(folder / "matrix.json")]
+        ok &= subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    return 0 if ok else 1
+
+
+def collect(folder: Path) -> int:
+    missing = [name for name in ("facts.json", "junit.xml", "matrix.json") if not (folder / name).is_file()]
+    if missing:
+        print(
+            f"gpu_record: {folder} lacks {', '.join(missing)}: run scripts/gpu_record.py run", file=sys.stderr
+        )
+        return 2
+    record = json.loads((folder / "facts.json").read_text())
+    record["tests"] = _tests(folder)
+    record["parity"] = json.loads((folder / "matrix.json").read_text())
+    for row in record["parity"]["rows"]:
+        row.pop("environment", None)
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    path = RECORDS / (re.sub(r"[^a-z0-9]+", "-", record["gpu"].lower()).strip("-") + ".json")
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"gpu_record: wrote {path}")
-    return 0 if tests_ok and parity["ok"] else 1
+    print(f"gpu_record: wrote {path.relative_to(ROOT)}")
+    return 0
 
 
 def _public(facts: dict[str, Any]) -> dict[str, Any]:
@@ -90,16 +119,12 @@ def _public(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run_tests(folder: Path) -> tuple[dict[str, Any], bool]:
-    junit = folder / "junit.xml"
-    environment = {**os.environ, "YOLO12_FASTCONV_RESULTS": str(folder), "YOLO_AUTOINSTALL": "false"}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={junit}"]
-    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    suites = ET.parse(junit).getroot().iter("testsuite")
+def _tests(folder: Path) -> dict[str, Any]:
+    """Counts out of pytest's XML, and the accuracy of the ops by kernel family and quantity."""
     totals = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
     files: dict[str, int] = {}
     failures = []
-    for suite in suites:
+    for suite in ET.parse(folder / "junit.xml").getroot().iter("testsuite"):
         totals["seconds"] += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
             bad = case.find("failure") is not None or case.find("error") is not None
@@ -109,28 +134,10 @@ def _run_tests(folder: Path) -> tuple[dict[str, Any], bool]:
             files[name] = files.get(name, 0) + 1
             if bad:
                 failures.append(f"{name}::{case.get('name')}")
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     totals["seconds"] = round(totals["seconds"], 1)
-    return {**totals, "files": files, "failures": failures, "results": results}, status == 0
-
-
-def _run_parity(folder: Path, scales: str) -> dict[str, Any]:
-    path = folder / "matrix.json"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "parity_check.py"),
-        "--matrix",
-        scales,
-        "--json",
-        str(path),
-    ]
-    subprocess.run(command, cwd=ROOT, check=False)
-    if not path.is_file():
-        return {"ok": False, "rows": []}
-    matrix = json.loads(path.read_text())
-    for row in matrix["rows"]:
-        row.pop("environment", None)
-    return matrix
+    accuracy = folder / "gpu-ops-accuracy.json"
+    ops = json.loads(accuracy.read_text()) if accuracy.is_file() else None
+    return {**totals, "files": files, "failures": failures, "ops": ops}
 
 
 def records() -> list[tuple[Path, dict[str, Any]]]:
@@ -197,13 +204,17 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser("run")
-    run_parser.add_argument("--output", type=Path, default=RECORDS)
+    run_parser.add_argument("folder", type=Path)
+    run_parser.add_argument("--only", choices=["tests", "parity"])
     run_parser.add_argument("--scales", default="n,m,l,x")
+    commands.add_parser("collect").add_argument("folder", type=Path)
     commands.add_parser("readme").add_argument("--check", action="store_true")
     commands.add_parser("stale")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return run(arguments.output, arguments.scales)
+        return run(arguments.folder, arguments.only, arguments.scales)
+    if arguments.command == "collect":
+        return collect(arguments.folder)
     return readme(arguments.check) if arguments.command == "readme" else stale()
 
 
