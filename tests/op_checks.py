@@ -118,7 +118,14 @@ def _check(
         granted = _values(rounded, op, "truth", dtype, gradients, autocast)
     scales = {"mean": float(truth["var"].max()) ** 0.5} if "var" in truth else {}
     if "z" in truth:
-        scales["grad_bias"] = float(truth.pop("z").abs().sum((0, 2, 3)).max())
+        grad_z = truth.pop("z")
+        scales["grad_bias"] = float(grad_z.abs().sum((0, 2, 3)).max())
+        # A sum of n products of random sign. Batch norm makes the gradient of a single weight vanish: its size is no
+        # measure of its rounding errors.
+        count = grad_z.numel() // grad_z.shape[1]
+        scales["grad_weight"] = count**0.5 * float(
+            grad_z.square().mean().sqrt() * inputs.x.double().square().mean().sqrt()
+        )
     findings = []
     kernel = _kernel(inputs, dtype)
     for layout in layouts:

@@ -33,7 +33,7 @@ Tensor conv_bn_act(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor 
   const int64_t channels = convolution.shape().out_channels;
   std::vector<Tensor> keep_alive;
   Affine affine = batch_norm_of(bn_weight, bn_bias, running_mean, running_var, eps, channels, x, keep_alive);
-  affine.bias = channel_vector(bias, "bias", channels, x, keep_alive);
+  affine.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
   return convolution.run(affine, act_of(act), residual);
 }
 
@@ -48,7 +48,7 @@ Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTenso
   const int64_t channels = convolution.shape().out_channels;
   std::vector<Tensor> keep_alive;
   Affine only_bias;
-  only_bias.bias = channel_vector(bias, "bias", channels, x, keep_alive);
+  only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
   const Affine affine = batch_norm_of(bn_weight, bn_bias, running_mean, running_var, eps, channels, x, keep_alive);
   const Tensor z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
   return backward(convolution, x, weight, geometry, {grad_y, z, bias, bn_weight, bn_bias, affine, act_of(act), false},

@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
   }
   std::vector<Tensor> keep_alive;
   Affine only_bias;
-  only_bias.bias = channel_vector(bias, "bias", s.out_channels, x, keep_alive);
+  only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", s.out_channels, x, keep_alive);
   Tensor z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
 
   const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;

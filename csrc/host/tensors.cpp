@@ -133,6 +133,11 @@ Tensor residual_rows(const Tensor& residual, const ConvShape& s, DType dtype, co
   return as_row_matrix(residual, dtype, stream);
 }
 
+OptionalTensor cast_bias(const OptionalTensor& bias, ScalarType dtype) {
+  if (!bias.has_value() || bias->scalar_type() == dtype) return bias;
+  return torch::stable::to(*bias, dtype);
+}
+
 ChannelVector channel_vector(const OptionalTensor& vector, const char* name, int64_t channels, const Tensor& like,
                              std::vector<Tensor>& keep_alive) {
   if (!vector.has_value()) return {};

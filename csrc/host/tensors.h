@@ -43,6 +43,9 @@ Tensor dense_rows(const Tensor& tensor, DType dtype, cudaStream_t stream);
 // The residual of an output of shape `s` as a row matrix; raises if its size or device do not fit.
 Tensor residual_rows(const Tensor& residual, const ConvShape& s, DType dtype, const Tensor& like, cudaStream_t stream);
 
+// The bias of a convolution in `dtype`, to which autocast rounds it.
+OptionalTensor cast_bias(const OptionalTensor& bias, ScalarType dtype);
+
 // Per-channel vector of `channels` elements on the device of `like`; an absent one is null. Raises naming `name`.
 ChannelVector channel_vector(const OptionalTensor& vector, const char* name, int64_t channels, const Tensor& like,
                              std::vector<Tensor>& keep_alive);

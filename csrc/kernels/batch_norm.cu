@@ -140,8 +140,18 @@ struct Partials {
   }
 };
 
-// Mean and sum of squared deviations of each segment. The sums are of differences from the segment's first row: a mean
-// far from zero does not cost bits.
+// What is subtracted before summing: any value near the mean serves, an infinite or missing one would spread.
+template <class Acc>
+__device__ __forceinline__ Acc finite_origin(Acc value) {
+  return value - value == Acc(0) ? value : Acc(0);
+}
+
+// Rows whose average is the origin of a segment. One row may lie several deviations off, and its square costs bits of
+// the variance: up to 1.4e-6 of it was seen in float, over 35 rows with a zero-padded corner first.
+constexpr int kOriginRows = 4;
+
+// Mean and sum of squared deviations of each segment. The sums are of differences from the average of a few of its rows:
+// a mean far from zero does not cost bits.
 template <class T, int kLanes>
 __global__ __launch_bounds__(kThreads) void stats_kernel(const BatchNormStatsArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
@@ -150,7 +160,17 @@ __global__ __launch_bounds__(kThreads) void stats_kernel(const BatchNormStatsArg
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   Acc origin[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
   if (r.active) {
-    widen(load_lanes<kLanes>(z + r.segment_row * g.channels), origin);
+    // Spread over the segment; a segment shorter than that repeats rows.
+    const int64_t apart = (r.end - r.segment_row) / kOriginRows;
+#pragma unroll
+    for (int i = 0; i < kOriginRows; ++i) {
+      Acc value[kLanes];
+      widen(load_lanes<kLanes>(z + (r.segment_row + i * apart) * g.channels), value);
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) origin[c] += value[c] * (Acc(1) / kOriginRows);
+    }
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) origin[c] = finite_origin(origin[c]);
     for_rows(
         r.row, r.end, g.down, [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); },
         [&](int64_t, Lanes<T, kLanes> word) {
@@ -187,7 +207,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
   const int channel = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
   Acc origin = 0, sum[1] = {}, squares[1] = {};
   if (channel < g.channels) {
-    origin = in.first[channel];
+    origin = finite_origin(in.first[channel]);
     struct Partial {
       Acc mean, squares;
     };
