@@ -212,8 +212,8 @@ Sm90Plan plan_sm90(const ConvShape& s) {
 std::string sm90_name(const Sm90Plan& p) {
   std::ostringstream name;
   const char* mode[] = {"rows", "window", "taps"};
-  name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / 2 * p.parts << "/"
-       << mode[static_cast<int>(p.mode)] << "/" << (p.resident ? "resident" : "streamed") << "/" << p.pixel_stages
+  name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / 2 * p.parts << "-"
+       << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-" << p.pixel_stages
        << "+" << p.weight_stages;
   return name.str();
 }

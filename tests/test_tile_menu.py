@@ -1,0 +1,103 @@
+"""Which kernel serves which convolution: the compiled library's tile menu, a host function that needs no GPU.
+
+Runs where the library is loaded; `.ci/run` names it by YOLO12_FASTCONV_LIBRARY, and then it has to be.
+"""
+
+from __future__ import annotations
+
+import os
+
+import cases
+import pytest
+import torch
+
+from yolo12_fastconv import ops
+
+pytestmark = pytest.mark.skipif(
+    not ops.LIBRARY.loaded and "YOLO12_FASTCONV_LIBRARY" not in os.environ,
+    reason=f"no compiled library: {ops.LIBRARY.reason}",
+)
+
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def no_forced_target(monkeypatch):
+    monkeypatch.delenv("YOLO12_FASTCONV_TARGET", raising=False)
+
+
+def kernel(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool = False) -> list[str]:
+    """[family, target, tile]"""
+    weight = (case.co, case.ci // case.groups, *case.kernel)
+    name = ops.describe_kernel(
+        (case.batch, case.ci, case.h, case.w), weight, case.stride, case.padding, case.dilation, case.groups, dtype,
+        tf32=tf32, capability=capability,
+    )  # fmt: skip
+    return name.split("/")
+
+
+def shapes():
+    return [
+        case for scale in cases.SCALES for batch in (1, 32) for case in cases.conv_shapes(scale, batch=batch)
+    ]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_half_convolutions_of_the_models_run_on_tensor_cores_or_depthwise(dtype, capability):
+    targets = set()
+    for case in shapes():
+        family, target, tile = kernel(case, dtype, capability)
+        assert tile
+        assert family == ("depthwise" if case.groups > 1 else "implicit_gemm"), case
+        targets.add(target if family == "implicit_gemm" else "")
+    # Small layers stay with sm80 on 9.0 too. A library that was not built for 9.0a has no kernel for sm90.
+    sm90 = {"sm90"} if capability == 90 and "9.0a" in ops.LIBRARY.arch_list else set()
+    assert targets == {"", "sm80"} | sm90
+
+
+def test_other_precisions_and_older_gpus():
+    for case in shapes():
+        if case.groups == 1:
+            assert kernel(case, torch.float32, 90)[0] == "direct"
+            assert kernel(case, torch.float32, 90, tf32=True)[:2] == ["implicit_gemm", "sm80"]
+            assert kernel(case, torch.float64, 90)[0] == "direct"
+            assert kernel(case, torch.float16, 75)[0] == "direct"
+        else:
+            assert kernel(case, torch.float32, 75)[0] == "depthwise"
+
+
+def test_awkward_convolutions_find_a_kernel():
+    families = {kernel(case, torch.float16, 90)[0] for case in cases.AWKWARD}
+    assert families == {"implicit_gemm", "depthwise", "direct"}
+
+
+def test_forced_targets(monkeypatch):
+    case = next(case for case in shapes() if case.groups == 1 and case.ci >= 64)
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm80")
+    assert kernel(case, torch.float16, 90)[1] == "sm80"
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm90")
+    with pytest.raises(RuntimeError, match=r"needs a GPU of compute capability 9\.0"):
+        kernel(case, torch.float16, 80)
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm42")
+    with pytest.raises(RuntimeError, match="sm42 is no target"):
+        kernel(case, torch.float16, 90)
+
+
+def test_choices_are_printed_once(monkeypatch, capfd):
+    monkeypatch.setenv("YOLO12_FASTCONV_PRINT_TILES", "1")
+    case = cases.Case("printed", 24, 40, 17, 19)
+    names = {"/".join(kernel(case, torch.float16, 80)) for _ in range(3)}
+    printed = [line for line in capfd.readouterr().err.splitlines() if "24x17x19" in line]
+    assert len(printed) == len(names) == 1 and names.pop() in printed[0]
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with pytest.raises(RuntimeError, match="x has 5 channels"):
+        ops.describe_kernel(
+            (1, 5, 8, 8), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.float16, tf32=False, capability=90
+        )
+    with pytest.raises(RuntimeError, match="smaller than the kernel's extent 3"):
+        ops.describe_kernel(
+            (1, 3, 2, 8), (4, 3, 3, 3), (1, 1), (0, 0), (1, 1), 1, torch.float16, tf32=False, capability=90
+        )
