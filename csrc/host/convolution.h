@@ -31,6 +31,7 @@ class Convolution {
 
   const ConvShape& shape() const { return shape_; }
   DType dtype() const { return dtype_; }
+  bool allow_tf32() const { return allow_tf32_; }
   cudaStream_t stream() const { return stream_; }
 
  private:
