@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    # torch._check costs 10 us on a plain bool; it is for the symbolic sizes of a compiler.
+    # torch._check costs microseconds on a plain bool too; it is for the symbolic sizes of a compiler.
     if isinstance(condition, bool):
         if not condition:
             raise RuntimeError(message())
