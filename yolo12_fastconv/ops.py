@@ -1,4 +1,4 @@
-"""The ops of the package: schemas, documentation, fake kernels, autograd. The only file that calls ``torch.ops``.
+"""The ops of the package: schemas, documentation, fake kernels. With `_autograd.py` the only caller of ``torch.ops``.
 
 Namespace ``yolo12_fastconv``. CUDA kernels come from the compiled library (``csrc/``); without it, and on a CPU, the
 same ops run on ATen (``_aten.py``). The functions below read torch's global state (autocast, TF32) at call time and
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from yolo12_fastconv import _aten, _autograd, _library
 from yolo12_fastconv._shapes import check_channels, check_residual, check_statistics, output_size
-from yolo12_fastconv.reference import ACTIVATIONS, IDENTITY, SILU
+from yolo12_fastconv.reference import ACTIVATIONS
 
 __all__ = ["BatchNormState", "conv_bn_act", "conv_bn_act_train", "update_running_stats_"]
 
@@ -313,6 +313,3 @@ def describe_kernel(
     return _ops.describe_kernel.default(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )
-
-
-assert {IDENTITY, SILU} == set(ACTIVATIONS.values())
