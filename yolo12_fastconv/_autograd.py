@@ -79,7 +79,14 @@ class _Inference(torch.autograd.Function):
                 grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
             )
             grads = _asked_for(out, wanted)
-        return (*grads, None, None, None, _residual_grad(ctx, grad_y, 8), *[None] * len(ctx.geometry))
+        return (
+            *grads,
+            None,
+            None,
+            None,
+            _residual_grad(ctx, grad_y, _RESIDUAL["conv_bn_act"]),
+            *[None] * len(ctx.geometry),
+        )
 
 
 class _Training(torch.autograd.Function):
@@ -114,7 +121,7 @@ class _Training(torch.autograd.Function):
                 grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted
             )
             grads = _asked_for(out, wanted)
-        return (*grads, None, _residual_grad(ctx, grad_y, 6), *nothing)
+        return (*grads, None, _residual_grad(ctx, grad_y, _RESIDUAL["conv_bn_act_train"]), *nothing)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:

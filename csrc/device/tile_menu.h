@@ -33,9 +33,10 @@ struct KernelChoice {
   Family family;
   GemmTile tile;           // kImplicitGemm only
   Sm90Plan sm90;           // kImplicitGemmSm90 only
-  std::string name;        // "family/target/tile"
 };
 
 KernelChoice choose_kernel(const MenuQuery& query);
+// "family/target/tile". For people: launches do without it.
+std::string kernel_name(const KernelChoice& choice, const ConvShape& shape);
 
 }  // namespace yolo12_fastconv

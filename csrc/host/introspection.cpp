@@ -8,7 +8,7 @@ std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> we
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
                             ScalarType dtype, bool allow_tf32, int64_t capability) {
   const ConvShape shape = conv_shape(x_size, weight_size, {stride, padding, dilation, groups});
-  return choose_kernel({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)}).name;
+  return kernel_name(choose_kernel({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)}), shape);
 }
 
 std::string library_info() {

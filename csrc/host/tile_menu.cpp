@@ -64,11 +64,14 @@ std::string tile_name(const GemmTile& t) {
 constexpr int kSm90Capability = 90;
 
 bool has_sm90_kernels() {
-  std::istringstream built(YOLO12_FASTCONV_ARCH_LIST);
-  for (std::string arch; built >> arch;) {
-    if (arch == "9.0a" || arch == "9.0a+PTX") return true;
-  }
-  return false;
+  static const bool built = [] {
+    std::istringstream list(YOLO12_FASTCONV_ARCH_LIST);
+    for (std::string arch; list >> arch;) {
+      if (arch == "9.0a" || arch == "9.0a+PTX") return true;
+    }
+    return false;
+  }();
+  return built;
 }
 
 // Below these sizes the sm80 kernel is faster by up to 2 us, in which the sm90 kernel sets up its barriers, tensor
@@ -86,7 +89,7 @@ void print_once(const MenuQuery& query, const KernelChoice& choice) {
   std::ostringstream line;
   line << "yolo12_fastconv: " << s.batch << "x" << s.in_channels << "x" << s.in_h << "x" << s.in_w << " -> "
        << s.out_channels << ", kernel " << s.kernel_h << "x" << s.kernel_w << ", stride " << s.stride_h << "x"
-       << s.stride_w << ", groups " << s.groups << ", " << name_of(query.dtype) << ": " << choice.name;
+       << s.stride_w << ", groups " << s.groups << ", " << name_of(query.dtype) << ": " << kernel_name(choice, s);
   static std::mutex mutex;
   static std::set<std::string> printed;  // debugging aid; bounded by the distinct shapes of a run
   const std::lock_guard<std::mutex> lock(mutex);
@@ -116,9 +119,7 @@ std::string forced_target(int capability) {
 KernelChoice choose(const MenuQuery& query) {
   const std::string target = forced_target(query.capability);
   const ConvShape& s = query.shape;
-  if (is_depthwise(s))
-    return {
-        Family::kDepthwise, {}, {}, "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_h)};
+  if (is_depthwise(s)) return {Family::kDepthwise, {}, {}};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
@@ -126,21 +127,31 @@ KernelChoice choose(const MenuQuery& query) {
                     (target == "sm90" || !is_small(s));
   if (s.groups == 1 && half && sm90) {
     const Sm90Plan plan = plan_sm90(s);
-    if (plan.channels != 0) return {Family::kImplicitGemmSm90, {}, plan, sm90_name(plan)};
+    if (plan.channels != 0) return {Family::kImplicitGemmSm90, {}, plan};
   }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s)) {
     const GemmTile tile = choose_gemm_tile(s, query.dtype);
-    return {Family::kImplicitGemm, tile, {}, tile_name(tile)};
+    return {Family::kImplicitGemm, tile, {}};
   }
-  return {Family::kDirect, {}, {}, "direct/simt"};
+  return {Family::kDirect, {}, {}};
 }
 
 }  // namespace
 
 KernelChoice choose_kernel(const MenuQuery& query) {
-  KernelChoice choice = choose(query);
+  const KernelChoice choice = choose(query);
   print_once(query, choice);
   return choice;
+}
+
+std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
+  switch (choice.family) {
+    case Family::kImplicitGemm: return tile_name(choice.tile);
+    case Family::kImplicitGemmSm90: return sm90_name(choice.sm90);
+    case Family::kDepthwise: return "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
+    case Family::kDirect: return "direct/simt";
+  }
+  fail("no name for kernel family ", static_cast<int>(choice.family));
 }
 
 }  // namespace yolo12_fastconv
