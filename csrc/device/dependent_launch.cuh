@@ -1,0 +1,71 @@
+// Programmatic dependent launch (compute capability 9.0 and later): a kernel starts while the one before it in the
+// stream still runs, sets up what does not depend on it, and waits before it touches global memory. Between short
+// kernels that hides the launch and the set-up, 1 to 2 us each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+
+#include "launch.cuh"
+
+namespace yolo12_fastconv {
+
+// Until every earlier kernel of the stream has finished and its writes are visible. A kernel launched by
+// launch_dependent() calls it in every block before its first access to global memory: reads (anything may have been
+// written just before, weights and statistics too) and writes (the memory may have been freed by a kernel that still
+// reads it).
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel of the stream may start once all blocks have called this or ended. Its results do not depend on when.
+__device__ __forceinline__ void let_later_kernels_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether the code that the current device runs for this kernel was compiled for 9.0 or later, so that it does wait: PTX
+// of 8.0, translated by the driver for a newer device, would not. Asked once per kernel and device.
+template <auto kKernel>
+bool waits_for_earlier_kernels() {
+  constexpr int kMostDevices = 64;
+  enum : signed char { kUnknown, kNo, kYes };
+  static std::array<std::atomic<signed char>, kMostDevices> known{};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMostDevices) return false;
+  signed char state = known[device].load(std::memory_order_relaxed);
+  if (state == kUnknown) {
+    cudaFuncAttributes attributes;
+    int major = 0;
+    check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)), "cudaFuncGetAttributes");
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    state = major >= 9 && attributes.ptxVersion >= 90 ? kYes : kNo;
+    known[device].store(state, std::memory_order_relaxed);
+  }
+  return state == kYes;
+}
+
+// Launches kKernel(arguments...) so that it may overlap the end of the kernel before it.
+template <auto kKernel, class... Arguments>
+void launch_dependent(const char* name, unsigned int grid, unsigned int threads, size_t shared_bytes,
+                      cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = waits_for_earlier_kernels<kKernel>() ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), name);
+}
+
+}  // namespace yolo12_fastconv
