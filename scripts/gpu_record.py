@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The record of what was run on a GPU: docs/benchmarks/<gpu>.json, and the README's table from it.
 
-    scripts/gpu_record.py run FOLDER [--only tests|parity] [--scales n,m,l,x]   raw results into FOLDER; needs a GPU
+    scripts/gpu_record.py run FOLDER [--only tests|parity] [--scales n,m,l,x] [--workers N]
+                                                           raw results into FOLDER; needs a GPU
     scripts/gpu_record.py collect FOLDER                   raw results into docs/benchmarks/<gpu>.json
     scripts/gpu_record.py readme [--check]                 write the table into README.md, or compare
     scripts/gpu_record.py stale                            say which records are older than the sources
@@ -43,7 +44,7 @@ def source_hashes() -> dict[str, str]:
     return {"csrc": _library.source_hash(ROOT / "csrc"), "package": package_hash()}
 
 
-def run(folder: Path, only: str | None, scales: str) -> int:
+def run(folder: Path, only: str | None, scales: str, workers: int) -> int:
     import torch
 
     from yolo12_fastconv import info, ops
@@ -75,6 +76,8 @@ def run(folder: Path, only: str | None, scales: str) -> int:
             "--tb=short",
             f"--junitxml={folder / 'junit.xml'}",
         ]
+        if workers > 1:  # pytest-xdist
+            command += ["-n", str(workers), "--dist", "load"]
         environment = {**os.environ, "YOLO12_FASTCONV_RESULTS": str(folder), "YOLO_AUTOINSTALL": "false"}
         ok &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
     if only != "tests":
@@ -124,8 +127,7 @@ def _tests(folder: Path) -> dict[str, Any]:
 
     Without the XML, which pytest writes at its end, the suite was not completed: that is what the record then says.
     """
-    accuracy = folder / "gpu-ops-accuracy.json"
-    ops = json.loads(accuracy.read_text()) if accuracy.is_file() else None
+    ops = _accuracy(folder)
     if not (folder / "junit.xml").is_file():
         return {"complete": False, "ops": ops}
     totals = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
@@ -143,6 +145,31 @@ def _tests(folder: Path) -> dict[str, Any]:
                 failures.append(f"{name}::{case.get('name')}")
     totals["seconds"] = round(totals["seconds"], 1)
     return {"complete": True, **totals, "files": files, "failures": failures, "ops": ops}
+
+
+def _accuracy(folder: Path) -> dict[str, Any] | None:
+    """What tests/test_gpu_ops.py measured, in one or several processes; of rows of the same kind the worst."""
+    parts = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-ops-accuracy*.json"))]
+    if not parts:
+        return None
+    kinds = ("family", "kernel", "op", "precision", "quantity")
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part["rows"]):
+        key = tuple(row[kind] for kind in kinds)
+        known = rows.setdefault(key, row)
+        if known is row:
+            continue
+        # `used` is null where the error is not finite, which is the worst.
+        worst = max(known, row, key=lambda r: float("inf") if r["used"] is None else r["used"])
+        counts = {name: known[name] + row[name] for name in ("comparisons", "failed")}
+        rows[key] = {**worst, **counts}
+    return {
+        "environment": parts[0]["environment"],
+        "comparisons": sum(part["comparisons"] for part in parts),
+        "failed": sum(part["failed"] for part in parts),
+        "failures": [text for part in parts for text in part["failures"]][:200],
+        "rows": [rows[key] for key in sorted(rows)],
+    }
 
 
 def records() -> list[tuple[Path, dict[str, Any]]]:
@@ -224,12 +251,15 @@ def main() -> int:
     run_parser.add_argument("folder", type=Path)
     run_parser.add_argument("--only", choices=["tests", "parity"])
     run_parser.add_argument("--scales", default="n,m,l,x")
+    run_parser.add_argument(
+        "--workers", type=int, default=1, help="processes of the suite, with pytest-xdist"
+    )
     commands.add_parser("collect").add_argument("folder", type=Path)
     commands.add_parser("readme").add_argument("--check", action="store_true")
     commands.add_parser("stale")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return run(arguments.folder, arguments.only, arguments.scales)
+        return run(arguments.folder, arguments.only, arguments.scales, arguments.workers)
     if arguments.command == "collect":
         return collect(arguments.folder)
     return readme(arguments.check) if arguments.command == "readme" else stale()

@@ -49,7 +49,9 @@ def collected():
             "architectures": list(ops.LIBRARY.arch_list),
             "source_hash": ops.LIBRARY.source_hash,
         }
-        op_checks.write_summary(Path(folder) / "gpu-ops-accuracy.json", findings, environment)
+        # Parallel processes write a file each, which scripts/gpu_record.py puts together.
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        op_checks.write_summary(Path(folder) / f"gpu-ops-accuracy{worker}.json", findings, environment)
 
 
 def new_shapes(scale: str) -> list[cases.Case]:
