@@ -72,8 +72,8 @@ inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
 // Streamed weights: by how many blocks of input channels each worker starts after the one before. Workers that read the
 // same weights one after the other finish their tiles one after the other, and the epilogue of one runs under the
 // products of the rest. It costs up to a tile's time at the end, so it takes several tiles per worker.
-inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tile_groups, int64_t columns) {
-  return p.resident || blocks < p.workers || tile_groups < 5 * columns ? 0 : blocks / p.workers;
+inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tiles, int64_t columns) {
+  return p.resident || blocks < p.workers || tiles < 5 * columns * p.workers ? 0 : blocks / p.workers;
 }
 
 // The plan with the lowest estimate. channels is 0 where the kernel can't run the convolution. Takes for granted: half

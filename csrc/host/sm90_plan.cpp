@@ -120,9 +120,11 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
     pixel_stages = double(taps) * blocks;
   }
   const double weight_bytes = double(p.channels) * taps * row, weight_stages = double(taps) * p.parts * blocks;
-  const int64_t groups = ceil_div<int64_t>(tiles, p.workers);
-  const int64_t columns = std::min<int64_t>(std::max(1, kMultiprocessors / channel_tiles), groups);
-  const double rounds = double(ceil_div<int64_t>(groups, columns)) * ceil_div(channel_tiles, kMultiprocessors);
+  const int64_t columns = std::min<int64_t>(std::max(1, kMultiprocessors / channel_tiles), tiles);
+  const int64_t column_tiles = ceil_div<int64_t>(tiles, columns);
+  const int64_t full_rounds = column_tiles / p.workers;
+  const int rest = static_cast<int>(column_tiles % p.workers);  // tiles of the last round, if it is not full
+  const double waves = ceil_div(channel_tiles, kMultiprocessors);
   const double steps = p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels, 16);
   const double products = steps * std::max(p.channels / 2.0, kSharedReadCycles + p.channels / 4.0);
   const double control =
@@ -130,16 +132,24 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
   const double store = kChannelCycles * p.channels,
                finish = kTileCycles + store * (s.out_channels % 8 == 0 ? 1 : kUnalignedFactor);
   const double alone = std::max(control, products) + finish;  // a worker by itself
-  const double together = std::max(control, p.workers * products);
   double compute, transfer;
   if (p.resident) {
-    compute = rounds * std::max({p.workers * products, p.workers * (finish - kTileCycles), alone});
-    transfer = rounds * p.workers * pixel_bytes / kPixelBytesPerCycle + weight_bytes / kBytesPerCycle;
+    const auto round = [&](int tiles) {
+      return tiles == 0 ? 0 : std::max({tiles * products, tiles * (finish - kTileCycles), alone});
+    };
+    compute = waves * (full_rounds * round(p.workers) + round(rest));
+    transfer = waves * column_tiles * pixel_bytes / kPixelBytesPerCycle + weight_bytes / kBytesPerCycle;
   } else {
-    const double lag = double(sm90_lag_blocks(p, blocks, groups, columns)) * (p.workers - 1) / blocks;
-    compute = (rounds + lag) *
-              (lag > 0 ? std::max(together + 0.35 * finish, alone) : together + finish + 0.5 * p.workers * store);
-    transfer = (rounds * (p.workers * pixel_bytes + weight_bytes) + weight_bytes) / kBytesPerCycle;
+    const double lag = double(sm90_lag_blocks(p, blocks, tiles, columns)) * (p.workers - 1) / blocks;
+    const auto round = [&](int tiles) {
+      const double together = std::max(control, tiles * products);
+      return tiles == 0 ? 0
+             : lag > 0  ? std::max(together + 0.35 * finish, alone)
+                        : together + finish + 0.5 * tiles * store;
+    };
+    compute = waves * ((full_rounds + lag) * round(p.workers) + round(rest));
+    const double rounds = waves * (full_rounds + (rest > 0));
+    transfer = (waves * column_tiles * pixel_bytes + (rounds + 1) * weight_bytes) / kBytesPerCycle;
   }
   const double memory = (double(s.in_pixels()) * row + double(s.out_pixels()) * s.out_channels * 2 +
                          double(s.out_channels) * taps * row) /

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
 #include "device/kernels.h"
@@ -68,7 +69,7 @@ struct KernelArgs {
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
-  int tiles, tile_groups, columns;  // pixel tiles; groups of `workers` tiles; blocks per channel tile
+  int tiles, columns;  // pixel tiles; blocks per channel tile
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
   int offset_pixels, offset_output, offset_affine, offset_barriers;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
@@ -134,13 +135,19 @@ struct Ring {
   __device__ __forceinline__ uint32_t emptied(int stage) const { return barriers + (stages + stage) * 8; }
 };
 
+// Tiles of a block: every `columns`-th one, so that no block has more than one tile more than another. Its workers take
+// them in turn.
+__device__ __forceinline__ int tiles_of(const KernelArgs& args, int column) {
+  return (args.tiles - column + args.columns - 1) / args.columns;
+}
+
 // One thread per worker: fills the worker's ring of pixel stages, tile after tile.
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, Ring ring, uint32_t stages, int worker,
                                                int column) {
   RingPosition at;
-  for (int group = column; group < args.tile_groups; group += args.columns) {
-    // Past the end, the last tile once more: every worker takes every weight stage.
-    const int tile = min(group * args.workers + worker, args.tiles - 1);
+  const int tiles = tiles_of(args, column);
+  for (int i = worker; i < tiles; i += args.workers) {
+    const int tile = i * args.columns + column;
     const TilePosition t = args.mode == PixelMode::kWindow ? window_position(args, tile)
                            : args.mode == PixelMode::kTaps ? taps_position(args, tile)
                                                            : row_position(tile);
@@ -173,13 +180,13 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, Ring ring
   }
 }
 
-// One thread: fills the weight stages, in the order in which the workers read them: once, or again for every group of
+// One thread: fills the weight stages, in the order in which the workers read them: once, or again for every round of
 // tiles and for what the last worker lags behind the first.
 __device__ __forceinline__ void load_weights(const KernelArgs& args, Ring ring, uint32_t stages, int first_channel,
                                              int column) {
   RingPosition at;
-  const int groups = args.resident ? 1 : (args.tile_groups - column + args.columns - 1) / args.columns;
-  const int steps = groups * args.blocks + (args.workers - 1) * args.lag_blocks;
+  const int rounds = args.resident ? 1 : (tiles_of(args, column) + args.workers - 1) / args.workers;
+  const int steps = rounds * args.blocks + (args.workers - 1) * args.lag_blocks;
   int block = 0;
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.taps; ++i) {
@@ -494,25 +501,41 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   TileWriter<T, kChannels> writer(args, shared, first_channel);
   const int lag = index * args.lag_blocks;
   worker.skip(lag);
-  for (int group = column; group < args.tile_groups; group += args.columns) {
+  const int tiles = tiles_of(args, column);
+  for (int i = index; i < tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.multiply_resident(sum, group == column);
+      worker.multiply_resident(sum, i == index);
     } else {
       worker.multiply_streamed(sum, lag);
     }
-    const int tile = group * args.workers + index;
-    if (tile < args.tiles) {
-      const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
-      if (args.act == Act::kSilu) {
-        writer.template write<true>(sum, position);
-      } else {
-        writer.template write<false>(sum, position);
-      }
+    const int tile = i * args.columns + column;
+    const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+    if (args.act == Act::kSilu) {
+      writer.template write<true>(sum, position);
+    } else {
+      writer.template write<false>(sum, position);
     }
   }
+  // Streamed weights pass every worker, also in a last round that leaves it without a tile.
+  if (!args.resident && index >= (tiles + args.workers - 1) % args.workers + 1) worker.skip(args.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if (threadIdx.x % 32 == 0) wait_stores_read<0>();
+}
+
+// Scale and shift of the block's channels into shared memory, by the warps that compute.
+template <int kChannels>
+__device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shared, int first_channel) {
+  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
+  const int threads = 128 * args.workers;
+  for (int c = threadIdx.x; c < kChannels; c += threads) {
+    const int channel = first_channel + c;
+    ScaleShift<float> f = {0.0f, 0.0f};
+    if (channel < args.out_channels) f = fold<float>(args.affine, channel);
+    // silu_of_half takes half of its argument; halving is exact.
+    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
+  }
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
 template <class T, int kChannels>
@@ -532,6 +555,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     return Ring{base + args.offset_barriers + 16 * (args.weight_stages + worker * args.pixel_stages),
                 args.pixel_stages};
   };
+  let_later_kernels_start();
   if (threadIdx.x == 0) {
     if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
     prefetch_tensor_map(&args.x);
@@ -551,21 +575,16 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     }
     barrier_init_fence();
   }
-  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
-  for (int c = threadIdx.x; c < kChannels; c += blockDim.x) {
-    const int channel = first_channel + c;
-    ScaleShift<float> f = {0.0f, 0.0f};
-    if (channel < args.out_channels) f = fold<float>(args.affine, channel);
-    // silu_of_half takes half of its argument; halving is exact.
-    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
-  }
   __syncthreads();
+  wait_for_earlier_kernels();
 
   const auto pixel_stages = [&](int worker) {
     return base + args.offset_pixels + worker * args.pixel_stages * args.pixel_stage_bytes;
   };
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
+    // While the first stages are on their way.
+    fold_channels<kChannels>(args, shared, first_channel);
     compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
                   column, shared, first_channel);
   } else if (warp < 5 * args.workers) {
@@ -760,9 +779,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
                                        : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
-  k.tile_groups = ceil_div(k.tiles, plan.workers);
-  k.columns = std::min(std::max(1, multiprocessor_count() / k.channel_tiles), k.tile_groups);
-  k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tile_groups, k.columns);
+  k.columns = std::min(std::max(1, multiprocessor_count() / k.channel_tiles), k.tiles);
+  k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
   k.offset_affine = layout.affine;
@@ -783,12 +801,11 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   k.residual_stride = a.residual_strides.w;
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % 8 == 0;
 
-  const auto kernel = implicit_gemm_sm90_kernel<T, kChannels>;
+  constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels>;
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
-  allow_shared_bytes(kernel, layout.bytes);
+  allow_shared_bytes(kKernel, layout.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * k.channel_tiles, "implicit_gemm_sm90");
-  kernel<<<grid, 160 * plan.workers + 32, layout.bytes, stream>>>(k);
-  check_launch("implicit_gemm_sm90");
+  launch_dependent<kKernel>("implicit_gemm_sm90", grid, 160 * plan.workers + 32, layout.bytes, stream, k);
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
