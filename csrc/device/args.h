@@ -51,8 +51,8 @@ struct ConvShape {
 };
 
 // y = act(conv(x, weight) * scale + shift) + residual
-// x, weight, y and residual have the compute dtype unless a kernel's comment says otherwise; y is NHWC, dense:
-// y[((n * P + p) * Q + q) * K + k].
+// x, weight, y and residual have the compute dtype unless a kernel's comment says otherwise; y is NHWC, pixels evenly
+// spaced: y[((n * P + p) * Q + q) * y_stride + k]. What lies between K and y_stride is not written.
 struct ConvArgs {
   ConvShape shape;
   const void* x;
@@ -60,6 +60,7 @@ struct ConvArgs {
   const void* weight;           // logical (K, C / groups, R, S)
   Strides weight_strides;       // n: output channel, c: input channel, h: kernel row, w: kernel column
   void* y;
+  int64_t y_stride;             // >= K
   const void* residual;         // null: none
   Strides residual_strides;
   Affine affine;

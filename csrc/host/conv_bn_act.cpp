@@ -34,7 +34,7 @@ Tensor conv_bn_act(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor 
   std::vector<Tensor> keep_alive;
   Affine affine = batch_norm_of(bn_weight, bn_bias, running_mean, running_var, eps, channels, x, keep_alive);
   affine.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
-  return convolution.run(affine, act_of(act), residual);
+  return convolution.run(affine, act_of(act), residual, /*pad_pixels=*/true);
 }
 
 Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight,

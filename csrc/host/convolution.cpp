@@ -51,6 +51,13 @@ bool has_short_strides(const Tensor& x, const ConvShape& s) {
          std::numeric_limits<int>::max();
 }
 
+// Odd widths (the 307 and 460 channels inside YOLO12's attention blocks, pruned models): pixels 16-byte aligned, so that
+// this layer stores and the next one loads whole vectors. Nothing to gain up to 8 channels, where the gap would outweigh
+// them. `ops.py` has the same rule for fake tensors.
+int64_t padded_pitch(const ConvShape& s, DType dtype) {
+  return size_of(dtype) == 2 && s.groups == 1 && s.out_channels > 8 ? round_up(s.out_channels, 8) : s.out_channels;
+}
+
 // Tensor maps want each stride to be a multiple of the one inside it, as in slices and crops of a dense tensor.
 bool has_nested_strides(const Tensor& x) {
   int64_t inner = 1;
@@ -119,9 +126,10 @@ Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& 
   dtype_of(weight.scalar_type());
 }
 
-Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual) const {
+Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels) const {
   const ConvShape& s = shape_;
-  Tensor y = empty_channels_last(x_, s.batch, s.out_channels, s.out_h, s.out_w, dtype_);
+  const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
+  Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
   ConvArgs args;
   args.shape = s;
   args.x = x_.const_data_ptr();
@@ -129,6 +137,7 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   args.weight = weight_.const_data_ptr();
   args.weight_strides = strides_of(weight_);
   args.y = y.mutable_data_ptr();
+  args.y_stride = pitch;
   args.residual = nullptr;
   args.residual_strides = {};
   args.affine = affine;

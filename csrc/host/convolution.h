@@ -22,8 +22,9 @@ class Convolution {
   // Checks devices, dtypes and sizes; raises with the values otherwise.
   Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32);
 
-  // y = act(conv(x, weight) * scale + shift) + residual, channels_last, in the compute dtype.
-  Tensor run(const Affine& affine, Act act, const OptionalTensor& residual) const;
+  // y = act(conv(x, weight) * scale + shift) + residual, channels_last, in the compute dtype. pad_pixels: pixels of y may
+  // begin at aligned addresses, with gaps between them.
+  Tensor run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels = false) const;
 
   // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
   Tensor cast_x() const;

@@ -130,7 +130,7 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
   const double control =
       p.resident ? kStageCycles * pixel_stages + kTapCycles * weight_stages : kStreamedTapCycles * weight_stages;
   const double store = kChannelCycles * p.channels,
-               finish = kTileCycles + store * (s.out_channels % 8 == 0 ? 1 : kUnalignedFactor);
+               finish = kTileCycles + store * (s.out_channels >= 8 ? 1 : kUnalignedFactor);
   const double alone = std::max(control, products) + finish;  // a worker by itself
   double compute, transfer;
   if (p.resident) {

@@ -50,7 +50,11 @@ ScalarType scalar_type_of(DType dtype) {
 }
 
 Tensor empty_channels_last(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, DType dtype) {
-  return empty_strided(like, {n, c, h, w}, {h * w * c, 1, w * c, c}, torch_dtype(dtype));
+  return empty_rows(like, n, c, h, w, c, dtype);
+}
+
+Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, int64_t pitch, DType dtype) {
+  return empty_strided(like, {n, c, h, w}, {h * w * pitch, 1, w * pitch, pitch}, torch_dtype(dtype));
 }
 
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype) {

@@ -21,6 +21,8 @@ ScalarType scalar_type_of(DType dtype);
 
 // Uninitialised (N, C, H, W) tensor with channels_last strides on the device of `like`.
 Tensor empty_channels_last(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, DType dtype);
+// Likewise with `pitch` >= c elements from pixel to pixel.
+Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, int64_t pitch, DType dtype);
 // Uninitialised dense tensor of one dimension.
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype);
 // Uninitialised bytes.

@@ -229,7 +229,7 @@ __device__ __forceinline__ void exchange_parts(const ConvArgs& a, typename Tile:
   for (int i = 0; i < Tile::kSide; ++i) {
     const int64_t pixel = first_pixel + pixel_run + i / 4 * kPixelStep + i % 4;
     if (pixel >= int64_t(a.shape.batch) * a.shape.out_h * a.shape.out_w) continue;
-    Acc* const y = static_cast<Acc*>(a.y) + pixel * a.shape.out_channels + first_channel;
+    Acc* const y = static_cast<Acc*>(a.y) + pixel * a.y_stride + first_channel;
 #pragma unroll
     for (int j = 0; j < Tile::kSide; ++j) {
       const int channel = channel_run + j / 4 * kChannelStep + j % 4;
@@ -377,7 +377,7 @@ __global__ __launch_bounds__(Tile::kThreads, 2) void direct_tiled_kernel(const C
         u[j] = activate<T>(sum[i][run * 4 + j] * scales[channel + j] + shifts[channel + j], a.act);
         if (residual != nullptr) u[j] += convert<Acc>(residual[(first_channel + channel + j) * a.residual_strides.c]);
       }
-      T* const y = static_cast<T*>(a.y) + pixel * a.shape.out_channels + first_channel + channel;
+      T* const y = static_cast<T*>(a.y) + pixel * a.y_stride + first_channel + channel;
       constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
       if (plan.aligned_y && channel < channels) {
 #pragma unroll
@@ -454,7 +454,7 @@ __global__ __launch_bounds__(kRowThreads) void direct_pixels_kernel(const ConvAr
       u += convert<Acc>(
           static_cast<const T*>(a.residual)[n * strides.n + k * strides.c + p * strides.h + (q + i) * strides.w]);
     }
-    static_cast<T*>(a.y)[(pixel + i) * s.out_channels + k] = convert<T>(u);
+    static_cast<T*>(a.y)[(pixel + i) * a.y_stride + k] = convert<T>(u);
   }
 }
 
@@ -512,7 +512,7 @@ DirectPlan make_plan(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType
   plan.weight_dtype = weight_dtype;
   plan.along_channels = a.x_strides.c == 1 && plan.group_in >= 8;
   const int width = std::min(16, 4 * size_of(dtype));
-  plan.aligned_y = plan.group_out % 4 == 0 && is_aligned(a.y, width);
+  plan.aligned_y = plan.group_out % 4 == 0 && a.y_stride % 4 == 0 && is_aligned(a.y, width);
   return plan;
 }
 

@@ -71,6 +71,7 @@ struct GemmArgs {
   Act act;
   int64_t pixels;  // N * P * Q
   int out_channels;
+  int64_t y_stride;
   int in_channels;
   int chunks_per_tap, chunks;  // ceil(C / lanes), times R * S
   int in_h, in_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
@@ -255,7 +256,7 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
                                            int first_channel) {
   using T = typename Config::T;
   constexpr int kRowChunks = Config::kChannels / Config::kLanes;
-  const bool vectors = args.out_channels % Config::kLanes == 0;
+  const bool vectors = args.out_channels % Config::kLanes == 0 && args.y_stride % Config::kLanes == 0;
 #pragma unroll 4
   for (int index = threadIdx.x; index < Config::kPixels * kRowChunks; index += Config::kThreads) {
     const int row = index / kRowChunks, column = index % kRowChunks * Config::kLanes;
@@ -264,7 +265,7 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
     if (pixel >= args.pixels || channel >= args.out_channels) continue;
     Chunk<T> value;
     value.bits = *reinterpret_cast<const uint4*>(out + row * Config::kOutRowBytes + column * int(sizeof(T)));
-    T* y = static_cast<T*>(args.y) + pixel * args.out_channels + channel;
+    T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
     const T* residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
     if (vectors) {
       if (args.residual != nullptr) {
@@ -369,6 +370,7 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   g.x_stride_w = static_cast<int>(a.x_strides.w);
   g.weight = a.weight;
   g.y = a.y;
+  g.y_stride = a.y_stride;
   g.residual = a.residual;
   g.residual_stride = a.residual_strides.w;
   g.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % Config::kLanes == 0;

@@ -5,7 +5,7 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
 // channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
-// to 16 bytes), zero-filled. y: NHWC, dense. half or bfloat16 in and out, float sums.
+// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums.
 //
 // One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
 // Each of its workers (a warpgroup) has a tile of its own, and a warp of its own that keeps its ring of pixel stages
@@ -69,6 +69,7 @@ struct KernelArgs {
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
+  int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks per channel tile
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
   int offset_pixels, offset_output, offset_affine, offset_barriers;
@@ -76,6 +77,7 @@ struct KernelArgs {
   int64_t pixels;
   FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h;
   void* y_data;
+  int64_t y_stride;
   const void* residual;
   int64_t residual_stride;
   bool residual_vectors;  // 16-byte loads are aligned
@@ -273,9 +275,9 @@ class TileWriter {
           }
         } else {
           __syncwarp();
-          if (args_.out_channels % 4 == 0) {
+          if (args_.store_lanes == 4) {
             copy_out<4>(buffer, tile, warp, lane, channel);
-          } else if (args_.out_channels % 2 == 0) {
+          } else if (args_.store_lanes == 2) {
             copy_out<2>(buffer, tile, warp, lane, channel);
           } else {
             copy_out<1>(buffer, tile, warp, lane, channel);
@@ -348,7 +350,7 @@ class TileWriter {
       const int row = index / kRowWords, word = index % kRowWords, c = word * kLanes;
       const int64_t pixel = pixel_of(tile, warp, row);
       if (pixel < 0 || word >= words) continue;
-      *reinterpret_cast<Word*>(static_cast<T*>(args_.y_data) + pixel * args_.out_channels + channel + c) =
+      *reinterpret_cast<Word*>(static_cast<T*>(args_.y_data) + pixel * args_.y_stride + channel + c) =
           *reinterpret_cast<const Word*>(buffer + offset(row, c / 8) + c % 8 * 2);
     }
   }
@@ -737,10 +739,13 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
       {static_cast<cuuint64_t>(padded), static_cast<cuuint64_t>(taps), static_cast<cuuint64_t>(s.out_channels)},
       {row, row * taps}, {static_cast<cuuint32_t>(plan.row_bytes / 2), 1, kChannels}, {1, 1, 1},
       map_swizzle(plan.row_bytes));
-  k.store_boxes = s.out_channels % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
+  k.store_boxes = a.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
+  const int aligned =
+      s.out_channels | static_cast<int>(a.y_stride % 4) | static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / 2 % 4);
+  k.store_lanes = aligned % 4 == 0 ? 4 : aligned % 2 == 0 ? 2 : 1;
   if (k.store_boxes) {
     constexpr cuuint32_t kBox = sm90_store_channels(kChannels);
-    const auto pixel = static_cast<cuuint64_t>(s.out_channels) * 2, channels = static_cast<cuuint64_t>(s.out_channels);
+    const auto pixel = static_cast<cuuint64_t>(a.y_stride) * 2, channels = static_cast<cuuint64_t>(s.out_channels);
     const auto swizzle = map_swizzle(kBox * 2);
     if (mode == PixelMode::kWindow) {
       const auto q = static_cast<cuuint64_t>(s.out_w), p = static_cast<cuuint64_t>(s.out_h);
@@ -797,6 +802,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   k.by_out_w = FastDivide(s.out_w);
   k.by_out_h = FastDivide(s.out_h);
   k.y_data = a.y;
+  k.y_stride = a.y_stride;
   k.residual = a.residual;
   k.residual_stride = a.residual_strides.w;
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % 8 == 0;

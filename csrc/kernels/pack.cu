@@ -7,6 +7,7 @@
 // writes are whole 32-byte sectors only in the first case, which costs less than uncoalesced reads would.
 #include <cstdint>
 
+#include "device/dependent_launch.cuh"
 #include "device/kernels.h"
 #include "device/launch.cuh"
 #include "device/numeric.cuh"
@@ -29,6 +30,8 @@ __global__ __launch_bounds__(kThreads) void pack_kernel(const __grid_constant__ 
   constexpr int kLanes = 16 / sizeof(Out);
   const PackArgs& a = plan.args;
   const int64_t item = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
   if (item >= plan.items) return;
   const int64_t pixel = plan.channels_inner ? item / plan.chunks : item % plan.pixels;
   const int chunk = static_cast<int>(plan.channels_inner ? item % plan.chunks : item / plan.pixels);
@@ -73,10 +76,9 @@ void pack(const PackArgs& args, cudaStream_t stream) {
     with_type(args.out_dtype, [&](auto out) {
       using In = typename decltype(in)::type;
       using Out = typename decltype(out)::type;
-      pack_kernel<In, Out><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(plan);
+      launch_dependent<pack_kernel<In, Out>>("pack", static_cast<unsigned>(blocks), kThreads, 0, stream, plan);
     });
   });
-  check_launch("pack");
 }
 
 }  // namespace yolo12_fastconv
