@@ -233,7 +233,7 @@ def _(
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
     check_statistics(size[1], x, running_mean, running_var)
     check_residual(residual, size)
-    n, k, p, q = size
+    _n, k, p, q = size
     if x.device.type == "cuda" and LIBRARY.loaded and dtype.itemsize == 2 and groups == 1 and k > 8:
         pitch = (k + 7) // 8 * 8  # `padded_pitch` in csrc/host/convolution.cpp
         return x.new_empty_strided(size, (p * q * pitch, 1, q * pitch, pitch), dtype=dtype)
