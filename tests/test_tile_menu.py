@@ -6,6 +6,7 @@ Runs where the library is loaded; `.ci/run` names it by YOLO12_FASTCONV_LIBRARY,
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import cases
 import pytest
@@ -49,7 +50,7 @@ def test_half_convolutions_of_the_models_run_on_tensor_cores_or_depthwise(dtype,
     for case in shapes():
         family, target, tile = kernel(case, dtype, capability)
         assert tile
-        assert family == ("depthwise" if case.groups > 1 else "implicit_gemm"), case
+        assert family == ("depthwise" if case.groups > 1 else "stem" if case.ci == 3 else "implicit_gemm"), case
         targets.add(target if family == "implicit_gemm" else "")
     # Small layers stay with sm80 on 9.0 too. A library that was not built for 9.0a has no kernel for sm90.
     sm90 = {"sm90"} if capability == 90 and "9.0a" in ops.LIBRARY.arch_list else set()
@@ -69,7 +70,20 @@ def test_other_precisions_and_older_gpus():
 
 def test_awkward_convolutions_find_a_kernel():
     families = {kernel(case, torch.float16, 90)[0] for case in cases.AWKWARD}
-    assert families == {"implicit_gemm", "depthwise", "direct"}
+    assert families == {"implicit_gemm", "depthwise", "stem", "direct"}
+
+
+def test_stems():
+    case = cases.Case("stem", 3, 16, 640, 640, kernel=(3, 3), stride=(2, 2), padding=(1, 1), batch=32)
+    for dtype in HALF:
+        for capability in (80, 90, 120):
+            assert kernel(case, dtype, capability) == ["stem", "mma", "3x3s2"]
+    assert kernel(replace(case, stride=(1, 2), ci=4), torch.float16, 90) == ["stem", "mma", "3x3s1x2"]
+    for other in (
+        replace(case, ci=5), replace(case, stride=(3, 3)), replace(case, dilation=(2, 2)), replace(case, co=520),
+        replace(case, kernel=(6, 6)), replace(case, ci=4, groups=2),
+    ):  # fmt: skip
+        assert kernel(other, torch.float16, 80)[0] == ("direct" if other.groups > 1 else "implicit_gemm"), other
 
 
 def test_forced_targets(monkeypatch):

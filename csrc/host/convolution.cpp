@@ -155,6 +155,7 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
     case Family::kImplicitGemm:
     case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
     case Family::kDepthwise: run_depthwise(args); break;
+    case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
   }
   return y;
@@ -201,6 +202,16 @@ void Convolution::run_depthwise(ConvArgs args) const {
   args.weight = weight.const_data_ptr();
   args.weight_strides = strides_of(weight);
   depthwise(args, dtype_, stream_);
+}
+
+void Convolution::run_stem(ConvArgs args) const {
+  Tensor x = x_;  // half where bfloat16 is asked for, or double, is cast first
+  if (const DType given = dtype_of(x_.scalar_type()); given != dtype_ && given != DType::kFloat32) {
+    x = cast_x();
+    args.x = x.const_data_ptr();
+    args.x_strides = strides_of(x);
+  }
+  stem(args, dtype_of(x.scalar_type()), dtype_of(weight_.scalar_type()), dtype_, stream_);
 }
 
 void Convolution::run_direct(ConvArgs args) const {

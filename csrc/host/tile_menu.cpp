@@ -21,6 +21,16 @@ bool is_depthwise(const ConvShape& s) {
          (s.stride_h == 1 || s.stride_h == 2) && s.dilation_h == 1 && s.dilation_w == 1;
 }
 
+// A network's first convolution. All weights of the stem kernel lie in shared memory, and it counts tiles of 4 x 32
+// pixels in 30 bits (kernels/stem.cu).
+bool is_stem(const ConvShape& s) {
+  const auto one_or_two = [](int stride) { return stride == 1 || stride == 2; };
+  const int64_t tiles = int64_t(s.batch) * ceil_div(s.out_h, 4) * ceil_div(s.out_w, 32);
+  return s.groups == 1 && s.in_channels >= 1 && s.in_channels <= 4 && s.kernel_h == 3 && s.kernel_w == 3 &&
+         one_or_two(s.stride_h) && one_or_two(s.stride_w) && s.dilation_h == 1 && s.dilation_w == 1 &&
+         s.out_channels <= 512 && tiles < (1 << 30) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
+}
+
 // The implicit GEMM counts offsets in 32 bits inside a tile of at most 128 pixels (kernels/implicit_gemm.cu).
 bool fits_implicit_gemm(const ConvShape& s) {
   const int64_t plane = int64_t(s.out_h) * s.out_w;
@@ -121,6 +131,8 @@ KernelChoice choose(const MenuQuery& query) {
   const ConvShape& s = query.shape;
   if (is_depthwise(s)) return {Family::kDepthwise, {}, {}};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
+  // One kernel for both targets: it has nothing to win from wgmma.
+  if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {Family::kStem, {}, {}};
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
   const bool sm90 = query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80" &&
@@ -149,6 +161,9 @@ std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
     case Family::kImplicitGemm: return tile_name(choice.tile);
     case Family::kImplicitGemmSm90: return sm90_name(choice.sm90);
     case Family::kDepthwise: return "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
+    case Family::kStem:
+      return "stem/mma/3x3s" + std::to_string(s.stride_h) +
+             (s.stride_w == s.stride_h ? "" : "x" + std::to_string(s.stride_w));
     case Family::kDirect: return "direct/simt";
   }
   fail("no name for kernel family ", static_cast<int>(choice.family));

@@ -1,0 +1,492 @@
+// The first convolution of a network: 3x3 over C <= 4 input channels, stride 1 or 2 in either axis, any padding, groups 1,
+// on tensor cores (mma.sync, compute capability 8.0 and later).
+//
+//   y[n, p, q, k] = act(scale[k] * sum over r, s, c of x[n, c, p * stride_h + r - pad_h, q * stride_w + s - pad_w]
+//                                                     * w[k, c, r, s] + shift[k]) + residual[n, p, q, k]
+//
+// x: any strides, in the compute dtype or in float, rounded here as a cast before the convolution would round it; pixels
+// outside of the image are zero. w: any strides and dtype, rounded to the compute dtype. y: NHWC, dense, half or bfloat16.
+// Float sums.
+//
+// The layer is all memory traffic (3 -> 16 at 640x640 reads 2.4 MB and writes 3.3 MB per picture, for 44 M products). So x
+// is read once in the form it comes in, and nothing is kept from being written where it is computed:
+// - A warp computes tiles of 4 rows x 32 pixels on its own. Its window of x lies in shared memory as rows of adjacent
+//   pixels of kSlots elements. Warps wait for nobody after the set-up: while some wait for x, others compute and write.
+// - kSlots = 3: the 3 pixels of a filter row are 9 adjacent elements, and with stride 2 every window of a row starts at
+//   the same parity, so that 5 aligned words cover it. The reduction runs over such pairs of elements: 3 rows of 5 make
+//   15 pairs, where two m16n8k16 take 16. A register of the first operand is one 32-bit load. x is read by 16-byte loads.
+// - kSlots = 4, for all other cases: 3 rows of 6 pairs, three m16n8k16, x and y by elements, any strides.
+// - The element too much in each 5 words belongs to a neighbouring pixel. A weight of zero would not do: it may be NaN or
+//   infinite. The lane that loads it masks it.
+// - Which channel a column of the second operand stands for is free to choose. Lane t of four gets the same 2 * kFragments
+//   adjacent channels of a pixel from all its fragments: 16 bytes (8 for K <= 16) that it writes by itself, eight pixels
+//   of 64 (32) bytes per instruction, with no way through shared memory.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "device/dependent_launch.cuh"
+#include "device/fast_divide.h"
+#include "device/hopper.cuh"
+#include "device/kernels.h"
+#include "device/lanes.cuh"
+#include "device/launch.cuh"
+#include "device/launch_limits.cuh"
+#include "device/numeric.cuh"
+#include "device/tensor_core.cuh"
+#include "device/thread_index.cuh"
+
+// Below 8.0 the kernel's body is empty, and the constants of its tiles are left over.
+#pragma nv_diag_suppress 177
+
+namespace yolo12_fastconv {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTileRows = 4, kTilePixels = 32;  // a warp's outputs
+constexpr int kMatrices = kTilePixels / 16;
+constexpr int kInRows = 2 * (kTileRows - 1) + 3;
+constexpr int kWindowPixels = 2 * (kTilePixels - 1) + 3;
+constexpr int kChunkPixels = 8;  // of x, that one lane fetches at a time
+constexpr int kChunks = (kChunkPixels - 1 + kWindowPixels + kChunkPixels - 1) / kChunkPixels;  // of a row
+constexpr int kUnits = (kInRows * kChunks + 31) / 32;  // chunks of a lane
+
+// kFragmentCount: 8-channel columns of products that a warp sums at once. kIsPlanar, for kSlots = 3: whether x has the
+// pixels of a channel adjacent, or the channels of a pixel.
+template <class Element, class Input, int kSlotCount, int kFragmentCount, bool kIsPlanar>
+struct StemConfig {
+  using T = Element;
+  using In = Input;
+  static constexpr int kSlots = kSlotCount, kFragments = kFragmentCount;
+  static constexpr bool kPlanar = kIsPlanar;
+  static constexpr bool kFast = kSlots == 3;
+  static constexpr int kRowPairs = (3 * kSlots + 1) / 2, kPairs = 3 * kRowPairs;
+  static constexpr int kSteps = (kPairs + 7) / 8;
+  // Windows start at a multiple of it in x, so that the loads are aligned.
+  static constexpr int kAlignment = kFast ? kChunkPixels : 1;
+  // One pixel more than are used keeps the rows of single elements aligned to 16 bytes.
+  static constexpr int kRowPixels = kFast ? kChunks * kChunkPixels : kWindowPixels + 1;
+  static constexpr int kRowElements = kRowPixels * kSlots;
+  static constexpr int kTileBytes = kInRows * kRowElements * int(sizeof(T));
+  static constexpr int kLaneChannels = 2 * kFragments, kGroupChannels = 8 * kFragments;
+  // As many as the registers allow without spills: 36 a lane for the chunks in flight (72 of floats), 48 or 32 more for a
+  // group's sums and their scales.
+  static constexpr int kBlocksPerMultiprocessor = sizeof(In) == 2 && kFragments == 2 ? 5 : 4;
+
+  static_assert(kSlots == 3 || kSlots == 4);
+  static_assert(kTileBytes % 16 == 0);
+};
+
+struct StemArgs {
+  const void* x;
+  Strides x_strides;
+  const void* weight;
+  Strides weight_strides;
+  DType weight_dtype;
+  void* y;
+  const void* residual;
+  Strides residual_strides;
+  Affine affine;
+  Act act;
+  int in_channels, in_h, in_w, out_channels, out_h, out_w;
+  int stride_h, stride_w, pad_h, pad_w;
+  int groups;  // of kGroupChannels output channels
+  int tiles;
+  FastDivide by_tiles_q, by_tiles_p;
+};
+
+// A pair of neighbouring elements in a window of one filter row or, in `first` < 0 or `first` + 1 >= 3 * kSlots, what the
+// aligned words have beside it.
+template <class Config>
+struct Pair {
+  int row, word;  // filter row; word of the window
+  int first;  // element of the window, counted from its first pixel
+
+  // parity: elements of the first word in front of the window
+  __device__ __forceinline__ Pair(int index, int parity)
+      : row(index / Config::kRowPairs), word(index % Config::kRowPairs), first(2 * word - parity) {}
+  __device__ __forceinline__ bool holds(int half) const {
+    return row < 3 && first + half >= 0 && first + half < 3 * Config::kSlots;
+  }
+};
+
+template <class T>
+__device__ __forceinline__ T load_weight(const StemArgs& args, int64_t offset) {
+  switch (args.weight_dtype) {
+    case DType::kFloat16: return convert<T>(static_cast<const __half*>(args.weight)[offset]);
+    case DType::kBFloat16: return convert<T>(static_cast<const __nv_bfloat16*>(args.weight)[offset]);
+    case DType::kFloat32: return convert<T>(static_cast<const float*>(args.weight)[offset]);
+    default: return convert<T>(static_cast<const double*>(args.weight)[offset]);
+  }
+}
+
+// The weights as the second operand's registers: of column 8 f + g, in fragments[f][step][lane], lane = 4 g + t, the pairs
+// 8 step + t (x) and 8 step + 4 + t (y).
+template <class Config>
+__device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity, uint2* fragments) {
+  using T = typename Config::T;
+  auto* pairs = reinterpret_cast<uint32_t*>(fragments);
+  const int count = args.groups * Config::kFragments * Config::kSteps * 64;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int lane = i / 2 % 32, column = lane / 4;
+    const int step = i / 64 % Config::kSteps, fragment = i / 64 / Config::kSteps;
+    const int group = fragment / Config::kFragments;
+    const int channel = group * Config::kGroupChannels + column / 2 * Config::kLaneChannels +
+                        fragment % Config::kFragments * 2 + column % 2;
+    const Pair<Config> pair(8 * step + i % 2 * 4 + lane % 4, parity);
+    T values[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int s = (pair.first + half) / Config::kSlots, c = (pair.first + half) % Config::kSlots;
+      const bool valid = pair.holds(half) && c < args.in_channels && channel < args.out_channels;
+      const Strides& stride = args.weight_strides;
+      values[half] = valid
+                         ? load_weight<T>(args, channel * stride.n + c * stride.c + pair.row * stride.h + s * stride.w)
+                         : convert<T>(0.0f);
+    }
+    memcpy(&pairs[i], values, sizeof(values));
+  }
+}
+
+// Output tile `index`, and where in x its window begins.
+struct Tile {
+  int n, p, q;
+  int top, left;
+
+  // left_padding: columns of the window in front of x's first one, for the first tile of a row
+  __device__ __forceinline__ Tile(const StemArgs& args, int left_padding, int index) {
+    int tile_q, tile_p, row;
+    args.by_tiles_q.divide(index, row, tile_q);
+    args.by_tiles_p.divide(row, n, tile_p);
+    p = tile_p * kTileRows;
+    q = tile_q * kTilePixels;
+    top = p * args.stride_h - args.pad_h;
+    left = q * args.stride_w - left_padding;
+  }
+};
+
+__device__ __forceinline__ bool is_inside(const StemArgs& args, int h, int w) {
+  return static_cast<unsigned>(h) < static_cast<unsigned>(args.in_h) &&
+         static_cast<unsigned>(w) < static_cast<unsigned>(args.in_w);
+}
+
+// A tile's window from x to shared memory by one warp. All its loads are on their way before the first is waited for.
+template <class Config>
+__device__ __forceinline__ void copy_chunks(const StemArgs& args, const Tile& tile, typename Config::T* window) {
+  using T = typename Config::T;
+  using In = typename Config::In;
+  constexpr int kElements = kChunkPixels * Config::kSlots, kLanes = kLanesOf16Bytes<In>;
+  const int lane = reread_thread_index() % 32;
+  const int rows = (kTileRows - 1) * args.stride_h + 3;
+  const In* image = static_cast<const In*>(args.x) + tile.n * args.x_strides.n;
+  In fetched[kUnits][kElements];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int unit = lane + 32 * u;
+    const int row = unit / kChunks;
+    const int h = tile.top + row, w = tile.left + unit % kChunks * kChunkPixels;
+    // in_w is a multiple of kChunkPixels: no chunk is half inside.
+    const bool inside = row < rows && is_inside(args, h, w);
+    const In* chunk = image + h * args.x_strides.h + w * args.x_strides.w;
+#pragma unroll
+    for (int e = 0; e < kElements; e += kLanes) {
+      const In* from = Config::kPlanar ? chunk + e / kChunkPixels * args.x_strides.c + e % kChunkPixels : chunk + e;
+      Lanes<In, kLanes> lanes = {};
+      if (inside) lanes = load_lanes<kLanes>(from);
+      memcpy(&fetched[u][e], &lanes, sizeof(lanes));
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int unit = lane + 32 * u;
+    const int row = unit / kChunks;
+    T* to = window + row * Config::kRowElements + unit % kChunks * kElements;
+#pragma unroll
+    for (int e = 0; e < kElements; e += 8) {
+      In values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int pixel = (e + i) / Config::kSlots, channel = (e + i) % Config::kSlots;
+        values[i] = fetched[u][Config::kPlanar ? channel * kChunkPixels + pixel : e + i];
+      }
+      Lanes<T, 8> lanes;
+      if constexpr (std::is_same_v<T, In>) {
+        memcpy(&lanes, values, sizeof(lanes));
+      } else {
+        lanes = narrow<T>(values);
+      }
+      if (row < rows) store_lanes(to + e, lanes);
+    }
+  }
+}
+
+// The same for any strides and sizes, lanes on neighbouring pixels.
+template <class Config>
+__device__ __forceinline__ void copy_elements(const StemArgs& args, const Tile& tile, typename Config::T* window) {
+  using T = typename Config::T;
+  using In = typename Config::In;
+  constexpr int kSlots = Config::kSlots;
+  const In* image = static_cast<const In*>(args.x) + tile.n * args.x_strides.n;
+  const int rows = (kTileRows - 1) * args.stride_h + 3;
+  const int columns = (kTilePixels - 1) * args.stride_w + 3;
+#pragma unroll 3
+  for (int i = reread_thread_index() % 32; i < rows * kWindowPixels; i += 32) {
+    const int row = i / kWindowPixels, column = i % kWindowPixels;
+    const int h = tile.top + row, w = tile.left + column;
+    const bool inside = column < columns && is_inside(args, h, w);
+    const In* pixel = image + h * args.x_strides.h + w * args.x_strides.w;
+    T values[kSlots];
+#pragma unroll
+    for (int c = 0; c < kSlots; ++c) {
+      values[c] = inside && c < args.in_channels ? convert<T>(pixel[c * args.x_strides.c]) : convert<T>(0.0f);
+    }
+    memcpy(window + row * Config::kRowElements + column * kSlots, values, sizeof(values));
+  }
+}
+
+template <class Config>
+struct Accumulators {
+  float value[kMatrices][Config::kFragments][4];
+};
+
+// A lane's finished channels, from `channel` on, of output pixel (tile.n, p, q), which is the pixel'th of y.
+template <class Config>
+__device__ __forceinline__ void write_channels(const StemArgs& args, const Tile& tile, int p, int q, int64_t pixel,
+                                               int channel, const float (&values)[Config::kLaneChannels]) {
+  using T = typename Config::T;
+  constexpr int kCount = Config::kLaneChannels;
+  T* y = static_cast<T*>(args.y) + pixel * args.out_channels + channel;
+  const Lanes<T, kCount> lanes = narrow<T>(values);
+  if constexpr (Config::kFast) {
+    if (channel < args.out_channels) store_lanes(y, lanes);
+  } else {
+    const Strides& stride = args.residual_strides;
+    const T* residual =
+        static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + channel;
+    T rounded[kCount];
+    memcpy(rounded, &lanes, sizeof(rounded));
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (channel + e >= args.out_channels) break;
+      y[e] =
+          args.residual == nullptr ? rounded[e] : convert<T>(convert<float>(rounded[e]) + convert<float>(residual[e]));
+    }
+  }
+}
+
+// Scale, shift and activation on a group's sums for tile row p, and the way out.
+template <class Config>
+__device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, int p, int group,
+                                       const ScaleShift<float>* affine, const Accumulators<Config>& sum) {
+  const int lane = threadIdx.x % 32;
+  const int channel = group * Config::kGroupChannels + lane % 4 * Config::kLaneChannels;
+  const int64_t row = (int64_t(tile.n) * args.out_h + p) * args.out_w;
+  const bool silu = Config::kFast || args.act == Act::kSilu;
+  ScaleShift<float> a[Config::kLaneChannels];
+#pragma unroll
+  for (int e = 0; e < Config::kLaneChannels; e += 2) {
+    const float4 two = *reinterpret_cast<const float4*>(affine + channel + e);
+    a[e] = {two.x, two.y};
+    a[e + 1] = {two.z, two.w};
+  }
+#pragma unroll
+  for (int m = 0; m < kMatrices; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q = tile.q + m * 16 + half * 8 + lane / 4;
+      float values[Config::kLaneChannels];
+#pragma unroll
+      for (int e = 0; e < Config::kLaneChannels; ++e) {
+        const float u = fmaf(sum.value[m][e / 2][half * 2 + e % 2], a[e].scale, a[e].shift);
+        values[e] = silu ? silu_of_half(u) : u;
+      }
+      if (q < args.out_w) write_channels<Config>(args, tile, p, q, row + q, channel, values);
+    }
+  }
+}
+
+template <class Config>
+__global__ __launch_bounds__(kThreads,
+                             Config::kBlocksPerMultiprocessor) void stem_kernel(const __grid_constant__ StemArgs args) {
+#if __CUDA_ARCH__ >= 800
+  using T = typename Config::T;
+  constexpr int kSlots = Config::kSlots, kSteps = Config::kSteps, kFragments = Config::kFragments;
+  extern __shared__ __align__(16) unsigned char shared[];
+  let_later_kernels_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  T* window = reinterpret_cast<T*>(shared + warp * Config::kTileBytes);
+  uint2* fragments = reinterpret_cast<uint2*>(shared + kWarps * Config::kTileBytes);
+  auto* affine = reinterpret_cast<ScaleShift<float>*>(fragments + args.groups * kFragments * kSteps * 32);
+  // Where the first output's pixels begin in the window, in elements.
+  const int left_padding = round_up(args.pad_w, Config::kAlignment);
+  const int start = (left_padding - args.pad_w) * kSlots;
+  const int parity = start % 2;
+  wait_for_earlier_kernels();
+
+  set_up_weights<Config>(args, parity, fragments);
+  for (int c = threadIdx.x; c < args.groups * Config::kGroupChannels; c += kThreads) {
+    ScaleShift<float> f = {0.0f, 0.0f};
+    if (c < args.out_channels) f = fold<float>(args.affine, c);
+    // silu_of_half takes half of its argument; halving is exact.
+    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
+  }
+  __syncthreads();
+
+  const int words_per_pixel = kSlots == 3 ? 3 : args.stride_w * 2;
+
+  for (int index = static_cast<int>(blockIdx.x) * kWarps + warp; index < args.tiles;
+       index += static_cast<int>(gridDim.x) * kWarps) {
+    const Tile tile(args, left_padding, index);
+    if constexpr (Config::kFast) {
+      copy_chunks<Config>(args, tile, window);
+    } else {
+      copy_elements<Config>(args, tile, window);
+    }
+    __syncwarp();
+
+    // This lane's words of the window, the same for every output: pairs 4 i + lane % 4. The ones beyond the last pair count
+    // as zero, and are read from where the first is. Not kept while x is fetched, which takes most registers.
+    const int quad_lane = reread_thread_index() % 4;
+    constexpr int kRowWords = Config::kRowElements / 2;
+    int word[2 * kSteps];
+    uint32_t mask[2 * kSteps];
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const Pair<Config> pair(4 * i + quad_lane, parity);
+      word[i] = start / 2 + (pair.row < 3 ? pair.row * kRowWords + pair.word : 0);
+      mask[i] = (pair.holds(0) ? 0xffffu : 0u) | (pair.holds(1) ? 0xffff0000u : 0u);
+    }
+#pragma unroll 1
+    for (int r = 0; r < kTileRows; ++r) {
+      if (tile.p + r >= args.out_h) break;
+      const uint32_t* row = reinterpret_cast<const uint32_t*>(window) + r * args.stride_h * kRowWords;
+      uint32_t a[kMatrices][kSteps][4];
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t pair = row[word[i] + (m * 16 + half * 8 + lane / 4) * words_per_pixel];
+            a[m][i / 2][i % 2 * 2 + half] = pair & mask[i];
+          }
+        }
+      }
+#pragma unroll 1
+      for (int group = 0; group < args.groups; ++group) {
+        Accumulators<Config> sum = {};
+        const uint2* b = fragments + group * kFragments * kSteps * 32 + lane;
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const uint2 weights = b[(f * kSteps + step) * 32];
+#pragma unroll
+            for (int m = 0; m < kMatrices; ++m) multiply_add<T>(sum.value[m][f], a[m][step], weights.x, weights.y);
+          }
+        }
+        finish<Config>(args, tile, tile.p + r, group, affine, sum);
+      }
+    }
+    __syncwarp();  // all lanes are done with the window
+  }
+#endif
+}
+
+template <class Config>
+void launch(const ConvArgs& a, StemArgs s, cudaStream_t stream) {
+  s.groups = ceil_div(s.out_channels, Config::kGroupChannels);
+  const int tiles_q = ceil_div(s.out_w, kTilePixels), tiles_p = ceil_div(s.out_h, kTileRows);
+  const int64_t tiles = int64_t(a.shape.batch) * tiles_p * tiles_q;
+  if (tiles >= 1 << 30) fail("stem: ", tiles, " tiles; the tile menu sends such shapes elsewhere");
+  s.tiles = static_cast<int>(tiles);
+  s.by_tiles_q = FastDivide(tiles_q);
+  s.by_tiles_p = FastDivide(tiles_p);
+  const int channels = s.groups * Config::kGroupChannels;
+  const int bytes = kWarps * Config::kTileBytes +
+                    channels * (Config::kSteps * 4 * int(sizeof(uint2)) + int(sizeof(ScaleShift<float>)));
+  constexpr auto kKernel = stem_kernel<Config>;
+  allow_shared_bytes(kKernel, bytes);
+  // Blocks that stay: each sets up the weights once.
+  const int resident = multiprocessor_count() * Config::kBlocksPerMultiprocessor;
+  const int blocks = std::min(ceil_div(s.tiles, kWarps), resident);
+  launch_dependent<kKernel>("stem", static_cast<unsigned>(blocks), kThreads, bytes, stream, s);
+}
+
+enum class Kind { kPlanar, kInterleaved, kGeneral };
+
+// The fast kernels take 3 channels with a horizontal stride of 2, x in aligned vectors of 8 pixels that are wholly inside
+// of the image or outside, SiLU and no residual, and write whole vectors.
+Kind kind_of(const ConvArgs& a, DType x_dtype) {
+  const ConvShape& s = a.shape;
+  const Strides& x = a.x_strides;
+  const auto aligned = [&](int size, int64_t stride) { return size == 1 || stride % (16 / size_of(x_dtype)) == 0; };
+  if (s.in_channels != 3 || s.stride_w != 2 || a.act != Act::kSilu || a.residual != nullptr ||
+      s.out_channels % (s.out_channels <= 16 ? 4 : 8) != 0 || s.in_w % kChunkPixels != 0 || !is_aligned(a.x, 16) ||
+      !aligned(s.batch, x.n) || !aligned(s.in_h, x.h)) {
+    return Kind::kGeneral;
+  }
+  if (x.c == 1 && x.w == 3) return Kind::kInterleaved;
+  return x.w == 1 && aligned(s.in_channels, x.c) ? Kind::kPlanar : Kind::kGeneral;
+}
+
+template <class T, class In>
+void choose(const ConvArgs& a, const StemArgs& s, DType x_dtype, cudaStream_t stream) {
+  const Kind kind = kind_of(a, x_dtype);
+  if (kind == Kind::kGeneral) return launch<StemConfig<T, In, 4, 4, true>>(a, s, stream);
+  with_bool(a.shape.out_channels <= 16, [&](auto few_channels) {
+    constexpr int kFragments = decltype(few_channels)::value ? 2 : 4;
+    if (kind == Kind::kPlanar) {
+      launch<StemConfig<T, In, 3, kFragments, true>>(a, s, stream);
+    } else {
+      launch<StemConfig<T, In, 3, kFragments, false>>(a, s, stream);
+    }
+  });
+}
+
+}  // namespace
+
+void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream) {
+  const ConvShape& shape = a.shape;
+  const auto one_or_two = [](int stride) { return stride == 1 || stride == 2; };
+  if (shape.kernel_h != 3 || shape.kernel_w != 3 || !one_or_two(shape.stride_h) || !one_or_two(shape.stride_w) ||
+      shape.dilation_h != 1 || shape.dilation_w != 1 || shape.groups != 1 || shape.in_channels > 4) {
+    fail("stem: no kernel for ", shape.in_channels, " channels, kernel ", shape.kernel_h, "x", shape.kernel_w,
+         ", stride ", shape.stride_h, "x", shape.stride_w, ", groups ", shape.groups);
+  }
+  if (x_dtype != dtype && x_dtype != DType::kFloat32) {
+    fail("stem: no kernel for x in ", name_of(x_dtype), " and y in ", name_of(dtype));
+  }
+  StemArgs s = {};
+  s.x = a.x;
+  s.x_strides = a.x_strides;
+  s.weight = a.weight;
+  s.weight_strides = a.weight_strides;
+  s.weight_dtype = weight_dtype;
+  s.y = a.y;
+  s.residual = a.residual;
+  s.residual_strides = a.residual_strides;
+  s.affine = a.affine;
+  s.act = a.act;
+  s.in_channels = shape.in_channels;
+  s.in_h = shape.in_h;
+  s.in_w = shape.in_w;
+  s.out_channels = shape.out_channels;
+  s.out_h = shape.out_h;
+  s.out_w = shape.out_w;
+  s.stride_h = shape.stride_h;
+  s.stride_w = shape.stride_w;
+  s.pad_h = shape.pad_h;
+  s.pad_w = shape.pad_w;
+  with_half_type(dtype, "stem", [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (x_dtype == dtype) {
+      choose<T, T>(a, s, x_dtype, stream);
+    } else {
+      choose<T, float>(a, s, x_dtype, stream);
+    }
+  });
+}
+
+}  // namespace yolo12_fastconv
