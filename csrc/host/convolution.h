@@ -36,7 +36,7 @@ class Convolution {
 
  private:
   void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
-  void run_depthwise(ConvArgs args) const;
+  void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_direct(ConvArgs args) const;
 
   Tensor x_, weight_;

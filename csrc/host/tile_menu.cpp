@@ -119,8 +119,12 @@ std::string forced_target(int capability) {
 KernelChoice choose(const MenuQuery& query) {
   const std::string target = forced_target(query.capability);
   const ConvShape& s = query.shape;
-  if (is_depthwise(s)) return {Family::kDepthwise, {}, {}};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
+  if (is_depthwise(s)) {
+    const bool mma =
+        half && query.capability >= kFirstTensorCoreCapability && s.stride_h == 1 && s.out_channels % 8 == 0;
+    return {mma ? Family::kDepthwiseMma : Family::kDepthwise, {}, {}};
+  }
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
   const bool sm90 = query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80" &&
@@ -145,10 +149,12 @@ KernelChoice choose_kernel(const MenuQuery& query) {
 }
 
 std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
+  const std::string filter = std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
   switch (choice.family) {
     case Family::kImplicitGemm: return tile_name(choice.tile);
     case Family::kImplicitGemmSm90: return sm90_name(choice.sm90);
-    case Family::kDepthwise: return "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
+    case Family::kDepthwiseMma: return "depthwise/mma/" + filter;
+    case Family::kDepthwise: return "depthwise/simt/" + filter;
     case Family::kDirect: return "direct/simt";
   }
   fail("no name for kernel family ", static_cast<int>(choice.family));
