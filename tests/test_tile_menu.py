@@ -66,6 +66,25 @@ def test_other_precisions_and_older_gpus():
             assert kernel(case, torch.float16, 75)[0] == "direct"
         else:
             assert kernel(case, torch.float32, 75)[0] == "depthwise"
+            assert kernel(case, torch.float32, 90)[:2] == ["depthwise", "simt"]
+            assert kernel(case, torch.float16, 75)[:2] == ["depthwise", "simt"]
+
+
+@pytest.mark.parametrize("target", ["", "sm80"])
+def test_depthwise_runs_on_tensor_cores_with_stride_1_and_whole_chunks(target, monkeypatch):
+    if target:
+        monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
+
+    def depthwise(channels: int, size: int, stride: int = 1) -> cases.Case:
+        return cases.Case(
+            "depthwise", channels, channels, 20, 20, (size, size), (stride, stride), (size // 2, size // 2), groups=channels
+        )
+
+    for dtype in HALF:
+        for size in (3, 5, 7):
+            assert kernel(depthwise(80, size), dtype, 80) == ["depthwise", "mma", f"{size}x{size}"]
+        assert kernel(depthwise(80, 3, stride=2), dtype, 90) == ["depthwise", "simt", "3x3"]
+        assert kernel(depthwise(37, 7), dtype, 90) == ["depthwise", "simt", "7x7"]
 
 
 def test_awkward_convolutions_find_a_kernel():

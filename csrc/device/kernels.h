@@ -16,6 +16,9 @@ void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cuda
 void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
 // One filter per channel, 3x3, 5x5 or 7x7, stride 1 or 2, NHWC. kernels/depthwise.cu
 void depthwise(const ConvArgs& args, DType dtype, cudaStream_t stream);
+// The same with stride 1 on tensor cores, in half and bfloat16; channels in eights, all pixels aligned to 16 bytes.
+// kernels/depthwise_mma.cu
+void depthwise_mma(const ConvArgs& args, DType dtype, cudaStream_t stream);
 // 3x3 over at most 4 channels, stride 1 or 2, any strides; x in the compute dtype or float, weight in any; half and
 // bfloat16. kernels/stem.cu
 void stem(const ConvArgs& args, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream);

@@ -10,7 +10,7 @@
 
 namespace yolo12_fastconv {
 
-enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwise, kStem, kDirect };
+enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwiseMma, kDepthwise, kStem, kDirect };
 
 // Block tile of the implicit GEMM: pixels x output channels x 16-byte chunks of (tap, input channel), and the number of
 // tiles in flight.

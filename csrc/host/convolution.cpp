@@ -42,6 +42,11 @@ bool has_aligned_rows(const Tensor& x, DType dtype) {
          aligned(3) && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
 }
 
+// The same for the residual, whose rows are evenly spaced.
+bool has_aligned_residual(const ConvArgs& args, DType dtype) {
+  return args.residual_strides.w % (16 / size_of(dtype)) == 0 && reinterpret_cast<uintptr_t>(args.residual) % 16 == 0;
+}
+
 // The implicit GEMM multiplies strides by positions in 32 bits, and positions reach into the padding.
 bool has_short_strides(const Tensor& x, const ConvShape& s) {
   const Strides stride = strides_of(x);
@@ -154,7 +159,8 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   switch (choice.family) {
     case Family::kImplicitGemm:
     case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
-    case Family::kDepthwise: run_depthwise(args); break;
+    case Family::kDepthwiseMma:
+    case Family::kDepthwise: run_depthwise(args, choice); break;
     case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
   }
@@ -195,13 +201,17 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) c
   }
 }
 
-void Convolution::run_depthwise(ConvArgs args) const {
+void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice) const {
   const Tensor x = cast_x(), weight = dtype_of(weight_.scalar_type()) == dtype_ ? weight_ : cast_weight();
   args.x = x.const_data_ptr();
   args.x_strides = strides_of(x);
   args.weight = weight.const_data_ptr();
   args.weight_strides = strides_of(weight);
-  depthwise(args, dtype_, stream_);
+  if (choice.family == Family::kDepthwiseMma && has_aligned_rows(x, dtype_) && has_aligned_residual(args, dtype_)) {
+    depthwise_mma(args, dtype_, stream_);
+  } else {
+    depthwise(args, dtype_, stream_);
+  }
 }
 
 void Convolution::run_stem(ConvArgs args) const {

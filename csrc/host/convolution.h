@@ -37,7 +37,7 @@ class Convolution {
 
  private:
   void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
-  void run_depthwise(ConvArgs args) const;
+  void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;
   void run_direct(ConvArgs args) const;
 

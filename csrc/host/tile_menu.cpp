@@ -129,8 +129,12 @@ std::string forced_target(int capability) {
 KernelChoice choose(const MenuQuery& query) {
   const std::string target = forced_target(query.capability);
   const ConvShape& s = query.shape;
-  if (is_depthwise(s)) return {Family::kDepthwise, {}, {}};
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
+  if (is_depthwise(s)) {
+    const bool mma =
+        half && query.capability >= kFirstTensorCoreCapability && s.stride_h == 1 && s.out_channels % 8 == 0;
+    return {mma ? Family::kDepthwiseMma : Family::kDepthwise, {}, {}};
+  }
   // One kernel for both targets: it has nothing to win from wgmma.
   if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {Family::kStem, {}, {}};
   const bool tensor_cores =
@@ -157,10 +161,12 @@ KernelChoice choose_kernel(const MenuQuery& query) {
 }
 
 std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
+  const std::string filter = std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
   switch (choice.family) {
     case Family::kImplicitGemm: return tile_name(choice.tile);
     case Family::kImplicitGemmSm90: return sm90_name(choice.sm90);
-    case Family::kDepthwise: return "depthwise/simt/" + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
+    case Family::kDepthwiseMma: return "depthwise/mma/" + filter;
+    case Family::kDepthwise: return "depthwise/simt/" + filter;
     case Family::kStem:
       return "stem/mma/3x3s" + std::to_string(s.stride_h) +
              (s.stride_w == s.stride_h ? "" : "x" + std::to_string(s.stride_w));

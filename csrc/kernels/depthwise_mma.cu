@@ -1,0 +1,486 @@
+// Depthwise convolution on tensor cores: one kernel per channel (groups = C = K), 3x3, 5x5 or 7x7, stride 1, dilation 1,
+// half or bfloat16 with float sums. From compute capability 8.0 on.
+//   y[n,p,q,k] = round(act(scale[k] * sum over r,s of x[n, p + r - pad, q + s - pad, k] * w[k,r,s] + shift[k]))
+//                + residual[n,p,q,k]
+// x and residual NHWC with any strides of n, h and w that keep pixels aligned to 16 bytes, y NHWC and dense.
+//
+// A filter row as a matrix. Eight neighbouring outputs of one image row and channel are 14 inputs times a banded matrix
+//   B_r[k][j] = w[r, k - j]   (0 outside the filter; 16 x 8),
+// so a product m16n8k16 per filter row makes 16 x 8 outputs, whatever 16 groups of eight inputs the rows of A are. A unit
+// is 8 columns x kRows rows of outputs; the 16 units of a block lie side by side and below each other (5 x 3 in a map 40
+// wide), and A holds the same row of each. A row of x is loaded once and multiplied by all B_r: it adds to kKernel rows
+// of sums. With rows of outputs along A instead, each product would need its own A: 4 cycles of shared memory apiece,
+// 28 per 128 outputs of a 7x7, which alone is the time that their bytes take in memory. Here it is 7.4.
+//
+// Steps of a block (16 channels, 16 units, 8 warps):
+//   1. x to shared memory as [channel][row][column]: two pixels of 8 channels in registers, paired by 8 PRMTs;
+//   2. each warp, for each of its two channels: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4,
+//      kRows * kKernel products; scale, shift and activation, rounded and kept in registers;
+//   3. through shared memory, over x, back to pixels of 16 channels, and 16 bytes a thread to y.
+// Three or four blocks per multiprocessor hide each other's loads. No access to shared memory has bank conflicts but
+// for stores of x across a segment's end (see Tiling).
+//
+// Zeros of B meet inputs that an output does not depend on: an infinite or NaN input makes NaN of the up to 8 outputs of
+// its unit's row, not only of those under the filter.
+#include <algorithm>
+
+#include "device/dependent_launch.cuh"
+#include "device/fast_divide.h"
+#include "device/kernels.h"
+#include "device/lanes.cuh"
+#include "device/launch.cuh"
+#include "device/launch_limits.cuh"
+#include "device/tensor_core.cuh"
+
+namespace yolo12_fastconv {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kChannels = 2 * kWarps;  // of a block: a sector of memory per pixel
+constexpr int kUnits = 16, kUnitCols = 8;
+
+template <class T, int kKernelSize, int kUnitRows>
+struct MmaTile {
+  using Element = T;
+  static constexpr int kKernel = kKernelSize, kRows = kUnitRows;
+  // 7 rows keep 28 sums, 14 words of B and 14 of the first channel's results.
+  static constexpr int kResident = kRows > 4 ? 3 : 4;
+
+  // x in shared memory, in chunks of 16 bytes: room for 5 x 3 and 4 x 4 units, and for 3 x 5 of 4 rows.
+  static constexpr int kChannelChunks = (3 * kRows + kKernel - 1) * 6 + 24;
+  static constexpr int kChannelBytes = kChannelChunks * 16;
+  // Half a turn of the banks between the two 8-channel halves, which one warp stores at a time.
+  static constexpr int kHalfSkewBytes = 64;
+  static constexpr int kInputBytes = kChannels * kChannelBytes + kHalfSkewBytes;
+
+  // Outputs in shared memory, in words of two channels: [half of the channels][column % 2][row][unit][column / 2][4 + 1].
+  // The odd pitch spreads a warp's stores over all banks, the skews its loads.
+  static constexpr int kPixelWords = 5;
+  static constexpr int kParityWords = kRows * kUnits * (kUnitCols / 2) * kPixelWords + 8;
+  static constexpr int kHalfWords = 2 * kParityWords;
+  static constexpr int kOutputBytes = 2 * kHalfWords * 4;
+
+  // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
+  static constexpr int kPairs = kKernel + 2;
+  static constexpr int kTapWords = kChannels * kKernel * kPairs;
+  static constexpr int kTapsPerThread = ceil_div(kTapWords, kThreads);
+
+  static constexpr int kTapsOffset = std::max(kInputBytes, kOutputBytes);
+  static constexpr int kAffineOffset = kTapsOffset + kTapWords * 4;
+  static constexpr int kSharedBytes = kAffineOffset + kChannels * 2 * 4;
+  static_assert(kKernel % 2 == 1 && kUnitCols + kKernel - 1 <= 16, "B has 16 rows");
+  static_assert(kParityWords % 32 == 8 && kHalfWords % 32 == 16);
+};
+
+// How the work is cut into blocks; block index = ((n * tiles_h + tile_h) * tiles_w + tile_w) * chunks + chunk.
+// A row of x in shared memory is unit_cols + 1 chunks of 16 bytes, and every kRows rows `segment_pad` chunks are left
+// out, which makes unit m's rows begin at bank 4 m + constant: ldmatrix then reads any 8 neighbouring units at once.
+struct Tiling {
+  int unit_cols, unit_rows;  // units of a block
+  int segment_pad;
+  int tiles_w, tiles_h, chunks;
+  FastDivide row_pairs;  // pairs of pixels of a row in shared memory
+};
+
+struct BlockPosition {
+  int n, row, column, channel;  // first outputs
+  int channels;
+};
+
+__device__ __forceinline__ BlockPosition block_position(const ConvShape& s, const Tiling& g, int unit_rows) {
+  int block = blockIdx.x;
+  BlockPosition at;
+  at.channel = block % g.chunks * kChannels;
+  block /= g.chunks;
+  at.column = block % g.tiles_w * (g.unit_cols * kUnitCols);
+  block /= g.tiles_w;
+  at.row = block % g.tiles_h * (g.unit_rows * unit_rows);
+  at.n = block / g.tiles_h;
+  at.channels = min(kChannels, s.out_channels - at.channel);
+  return at;
+}
+
+// Bits of the taps of one thread's words in the table, on their way.
+template <class Tile>
+struct TapPairs {
+  uint16_t left[Tile::kTapsPerThread], right[Tile::kTapsPerThread];
+};
+
+template <class Tile>
+__device__ __forceinline__ TapPairs<Tile> load_taps(const ConvArgs& a, const BlockPosition& at) {
+  TapPairs<Tile> taps;
+  const uint16_t* const weight = static_cast<const uint16_t*>(a.weight);
+#pragma unroll
+  for (int i = 0; i < Tile::kTapsPerThread; ++i) {
+    const int word = static_cast<int>(threadIdx.x) + i * kThreads;
+    const int s = word % Tile::kPairs, r = word / Tile::kPairs % Tile::kKernel;
+    const int channel = word / (Tile::kPairs * Tile::kKernel);
+    const bool valid = channel < at.channels;
+    const uint16_t* from = weight + (at.channel + channel) * a.weight_strides.n + r * a.weight_strides.h;
+    taps.left[i] = valid && s >= 1 && s <= Tile::kKernel ? from[(s - 1) * a.weight_strides.w] : 0;
+    taps.right[i] = valid && s < Tile::kKernel ? from[s * a.weight_strides.w] : 0;
+  }
+  return taps;
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_taps(const TapPairs<Tile>& taps, uint32_t* table) {
+#pragma unroll
+  for (int i = 0; i < Tile::kTapsPerThread; ++i) {
+    const int word = static_cast<int>(threadIdx.x) + i * kThreads;
+    if (word < Tile::kTapWords) table[word] = taps.left[i] | static_cast<uint32_t>(taps.right[i]) << 16;
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ int channel_offset(int channel) {
+  return channel * Tile::kChannelBytes + channel / 8 * Tile::kHalfSkewBytes;
+}
+
+// Two pixels of 8 channels to 8 rows of the channels. `to` is the first one's.
+template <class Tile>
+__device__ __forceinline__ void store_pixel_pair(unsigned char* to, const uint4& left, const uint4& right) {
+  const uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<uint32_t*>(to + 2 * i * Tile::kChannelBytes) = __byte_perm(l[i], r[i], 0x5410);
+    *reinterpret_cast<uint32_t*>(to + (2 * i + 1) * Tile::kChannelBytes) = __byte_perm(l[i], r[i], 0x7632);
+  }
+}
+
+// The rows of x that the block's outputs need, all columns of its units: zeros where B's rows reach behind the filter,
+// since what lay there before might be NaN.
+template <class Tile>
+__device__ __forceinline__ void load_input(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
+                                           unsigned char* input) {
+  using T = typename Tile::Element;
+  constexpr int kInFlight = 4;  // pairs of pixels: 128 bytes per thread
+  const int thread = threadIdx.x, half = thread % 2;
+  if (half * 8 >= at.channels) return;
+  const T* const image = static_cast<const T*>(a.x) + at.n * a.x_strides.n + at.channel + half * 8;
+  const int first_h = at.row - a.shape.pad_h, first_w = at.column - a.shape.pad_w;
+  const int columns = g.unit_cols * kUnitCols + Tile::kKernel - 1;
+  const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row) + Tile::kKernel - 1;
+  const int pairs = rows * static_cast<int>(g.row_pairs.divisor);
+  unsigned char* const to = input + channel_offset<Tile>(half * 8);
+  for (int first = thread / 2; first < pairs; first += kInFlight * (kThreads / 2)) {
+    uint4 pixels[kInFlight][2];
+    int offsets[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int pair = first + i * (kThreads / 2);
+      int row, column;
+      g.row_pairs.divide(pair, row, column);
+      offsets[i] = pair * 4 + row / Tile::kRows * g.segment_pad * 16;
+      const int h = first_h + row;
+      const bool inside = pair < pairs && static_cast<unsigned>(h) < static_cast<unsigned>(a.shape.in_h);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int w = first_w + 2 * column + side;
+        const bool valid = inside && 2 * column + side < columns &&
+                           static_cast<unsigned>(w) < static_cast<unsigned>(a.shape.in_w);
+        const T* from = image + h * a.x_strides.h + w * a.x_strides.w;
+        pixels[i][side] = valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * (kThreads / 2) < pairs) {
+        store_pixel_pair<Tile>(to + offsets[i], pixels[i][0], pixels[i][1]);
+      }
+    }
+  }
+}
+
+template <class Tile>
+using UnitSums = float[Tile::kRows][4];
+
+// This lane's words of B for each filter row: (w[r, d], w[r, d + 1]) for d = 2 (lane % 4) - lane / 4, and for d + 8.
+template <class Tile>
+__device__ __forceinline__ void load_bands(uint32_t (&bands)[Tile::kKernel][2], const uint32_t* table) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int s = 2 * (lane % 4) - lane / 4 + 8 * half + 1;
+    const int pair = s >= 0 && s <= Tile::kKernel ? s : Tile::kKernel + 1;
+#pragma unroll
+    for (int r = 0; r < Tile::kKernel; ++r) bands[r][half] = table[r * Tile::kPairs + pair];
+  }
+}
+
+// All sums of the 16 units for one channel. `rows` is the address that this lane gives ldmatrix for the first row.
+template <class Tile>
+__device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, const Tiling& g, const uint32_t* table) {
+  constexpr int kInRows = Tile::kRows + Tile::kKernel - 1;
+  const int row_bytes = (g.unit_cols + 1) * 16, pad_bytes = g.segment_pad * 16;
+  uint32_t bands[Tile::kKernel][2];
+  load_bands<Tile>(bands, table);
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) sums[p][0] = sums[p][1] = sums[p][2] = sums[p][3] = 0.0f;
+  uint32_t x[2][4];
+  load_matrices(x[0], rows);
+#pragma unroll
+  for (int i = 0; i < kInRows; ++i) {
+    if (i + 1 < kInRows) {  // the next row is on its way while this one is multiplied
+      rows += row_bytes + ((i + 1) % Tile::kRows == 0 ? pad_bytes : 0);
+      load_matrices(x[(i + 1) % 2], rows);
+    }
+#pragma unroll
+    for (int r = 0; r < Tile::kKernel; ++r) {
+      const int p = i - r;
+      if (p < 0 || p >= Tile::kRows) continue;
+      multiply_add<typename Tile::Element>(sums[p], x[i % 2], bands[r][0], bands[r][1]);
+    }
+  }
+}
+
+// Results of one channel, rounded, pairs of neighbouring columns in a word: units lane / 4 and lane / 4 + 8.
+template <class Tile>
+using UnitResults = uint32_t[Tile::kRows][2];
+
+template <class T>
+__device__ __forceinline__ uint32_t round_pair(float first, float second) {
+  const float pair[2] = {first, second};
+  return narrow<T>(pair).word;
+}
+
+template <class Tile>
+__device__ __forceinline__ void finish(UnitResults<Tile>& results, UnitSums<Tile>& sums, float scale, float shift,
+                                       Act act) {
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[p][e] = fmaf(sums[p][e], scale, shift);
+  }
+  if (act == Act::kSilu) {  // scale and shift are halved then
+#pragma unroll
+    for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[p][e] = silu_of_half(sums[p][e]);
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      results[p][u] = round_pair<typename Tile::Element>(sums[p][2 * u], sums[p][2 * u + 1]);
+    }
+  }
+}
+
+// Both channels of the warp to shared memory, two channels of a pixel in a word.
+template <class Tile>
+__device__ __forceinline__ void stage_results(const UnitResults<Tile> (&results)[2], uint32_t* output) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t* const to = output + warp / 4 * Tile::kHalfWords + lane * Tile::kPixelWords + warp % 4;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      uint32_t* const at = to + (p * kUnits + u * 8) * (kUnitCols / 2) * Tile::kPixelWords;
+      at[0] = __byte_perm(results[0][p][u], results[1][p][u], 0x5410);
+      at[Tile::kParityWords] = __byte_perm(results[0][p][u], results[1][p][u], 0x7632);
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint4 add_rounded(const uint4& value, const uint4& added) {
+  constexpr int kCount = kLanesOf16Bytes<T>;
+  float a[kCount], b[kCount];
+  widen(Lanes<T, kCount>{value}, a);
+  widen(Lanes<T, kCount>{added}, b);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) a[i] += b[i];
+  return narrow<T>(a).word;
+}
+
+// Where a thread stores: half the channels of one column of one unit, row by row.
+struct StorePosition {
+  int row, rows, column;  // rows: how many lie in the image, none for a thread without work
+};
+
+template <class Tile>
+__device__ __forceinline__ StorePosition store_position(const ConvShape& s, const Tiling& g, const BlockPosition& at) {
+  const int thread = threadIdx.x, unit = thread / 16;
+  const int unit_row = unit / g.unit_cols, unit_col = unit - unit_row * g.unit_cols;
+  StorePosition to;
+  to.row = at.row + unit_row * Tile::kRows;
+  to.column = at.column + unit_col * kUnitCols + thread / 2 % kUnitCols;
+  const bool valid = unit_row < g.unit_rows && to.column < s.out_w && thread % 2 * 8 < at.channels;
+  to.rows = valid ? min(Tile::kRows, s.out_h - to.row) : 0;
+  return to;
+}
+
+// As in stock, the activated value is rounded before the residual is added.
+template <class Tile>
+__device__ __forceinline__ void load_residual(uint4 (&added)[Tile::kRows], const ConvArgs& a, const BlockPosition& at,
+                                              const StorePosition& to) {
+  using T = typename Tile::Element;
+  const T* const from = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n +
+                        to.row * a.residual_strides.h + to.column * a.residual_strides.w + at.channel +
+                        threadIdx.x % 2 * 8;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+    if (p < to.rows) added[p] = *reinterpret_cast<const uint4*>(from + p * a.residual_strides.h);
+  }
+}
+
+template <class Tile, bool kResidual>
+__device__ __forceinline__ void store_output(const ConvArgs& a, const BlockPosition& at, const StorePosition& to,
+                                             const uint32_t* output, const uint4 (&added)[Tile::kRows]) {
+  using T = typename Tile::Element;
+  const int thread = threadIdx.x, half = thread % 2, parity = thread / 2 % 2;
+  const uint32_t* const from =
+      output + half * Tile::kHalfWords + parity * Tile::kParityWords + thread / 4 * Tile::kPixelWords;
+  const int64_t pixel = (int64_t(at.n) * a.shape.out_h + to.row) * a.shape.out_w + to.column;
+  T* const y = static_cast<T*>(a.y) + pixel * a.shape.out_channels + at.channel + half * 8;
+  const int64_t row_step = int64_t(a.shape.out_w) * a.shape.out_channels;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+    if (p >= to.rows) return;
+    const uint32_t* const words = from + p * kUnits * (kUnitCols / 2) * Tile::kPixelWords;
+    uint4 value = make_uint4(words[0], words[1], words[2], words[3]);
+    if constexpr (kResidual) value = add_rounded<T>(value, added[p]);
+    *reinterpret_cast<uint4*>(y + p * row_step) = value;
+  }
+}
+
+// The address that this lane gives ldmatrix for the first row of its unit: lanes 0-15 columns 0-7, 16-31 columns 8-15.
+template <class Tile>
+__device__ __forceinline__ int unit_offset(const Tiling& g) {
+  const int lane = threadIdx.x % 32, units = g.unit_cols * g.unit_rows;
+  int unit = lane % 16;
+  if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
+  const int unit_row = unit / g.unit_cols, unit_col = unit - unit_row * g.unit_cols;
+  return (unit_row * (Tile::kRows * (g.unit_cols + 1) + g.segment_pad) + unit_col + lane / 16) * 16;
+}
+
+template <class Tile>
+__global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  uint32_t* const output = reinterpret_cast<uint32_t*>(shared);  // over x
+  uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
+  float2* const affine = reinterpret_cast<float2*>(shared + Tile::kAffineOffset);
+  const BlockPosition at = block_position(a.shape, g, Tile::kRows);
+  const int thread = threadIdx.x, warp = thread / 32;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+
+  const TapPairs<Tile> taps = load_taps<Tile>(a, at);  // stored after x: both are on their way together
+  load_input<Tile>(a, g, at, shared);
+  store_taps<Tile>(taps, table);
+  if (thread < at.channels) {
+    const ScaleShift<float> folded = fold<float>(a.affine, at.channel + thread);
+    const float factor = a.act == Act::kSilu ? 0.5f : 1.0f;  // silu_of_half takes half of its argument
+    affine[thread] = make_float2(folded.scale * factor, folded.shift * factor);
+  }
+  __syncthreads();
+
+  UnitResults<Tile> results[2];
+  if (2 * warp < at.channels) {
+    const uint32_t rows = shared_address(shared) + unit_offset<Tile>(g);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int channel = 2 * warp + i;
+      UnitSums<Tile> sums;
+      convolve<Tile>(sums, rows + channel_offset<Tile>(channel), g, table + channel * Tile::kKernel * Tile::kPairs);
+      finish<Tile>(results[i], sums, affine[channel].x, affine[channel].y, a.act);
+    }
+  }
+  __syncthreads();  // nobody reads x any more
+
+  if (2 * warp < at.channels) stage_results<Tile>(results, output);
+  const StorePosition to = store_position<Tile>(a.shape, g, at);
+  uint4 added[Tile::kRows];
+  if (a.residual != nullptr) load_residual<Tile>(added, a, at, to);
+  __syncthreads();
+  if (a.residual != nullptr) {
+    store_output<Tile, true>(a, at, to, output, added);
+  } else {
+    store_output<Tile, false>(a, at, to, output, added);
+  }
+}
+
+// Cycles of a block, in the parts that grow with its tile: shared memory and L1 (x in, ldmatrix, y out) and products at
+// half the rate of wgmma. The 1000 stand for set-up and what waiting the other blocks do not hide.
+template <class Tile>
+int block_cost(const Tiling& g) {
+  const int in_pixels = (g.unit_rows * Tile::kRows + Tile::kKernel - 1) * (g.unit_cols + 1) * kUnitCols;
+  const int out_pixels = g.unit_rows * Tile::kRows * g.unit_cols * kUnitCols;
+  const int multiply = kChannels * (4 * (Tile::kRows + Tile::kKernel - 1) + 2 * Tile::kRows * Tile::kKernel);
+  return 1000 + in_pixels * 3 / 4 + multiply + out_pixels;
+}
+
+int64_t block_count(const ConvShape& s, const Tiling& g) { return int64_t(s.batch) * g.tiles_h * g.tiles_w * g.chunks; }
+
+template <class Tile>
+struct Candidate {
+  Tiling tiling;
+  int64_t cost;
+};
+
+// The cheapest arrangement of units. Few blocks cost as much as one per multiprocessor, so that small maps take the
+// smallest tiles that fit in one round.
+template <class Tile>
+Candidate<Tile> cheapest(const ConvShape& s, int multiprocessors) {
+  Candidate<Tile> best = {{}, INT64_MAX};
+  const int all_cols = ceil_div(s.out_w, kUnitCols), all_rows = ceil_div(s.out_h, Tile::kRows);
+  for (int unit_cols = 1; unit_cols <= std::min(5, all_cols); ++unit_cols) {
+    for (int unit_rows = std::min(kUnits / unit_cols, all_rows); unit_rows >= 1; unit_rows /= 2) {
+      Tiling g;
+      g.unit_cols = unit_cols;
+      g.unit_rows = unit_rows;
+      g.segment_pad = (unit_cols + 8 * Tile::kRows - Tile::kRows * (unit_cols + 1) % 8) % 8;
+      const int rows = unit_rows * Tile::kRows + Tile::kKernel - 1;
+      if (rows * (unit_cols + 1) + (rows - 1) / Tile::kRows * g.segment_pad > Tile::kChannelChunks) continue;
+      g.tiles_w = ceil_div(all_cols, unit_cols);
+      g.tiles_h = ceil_div(all_rows, unit_rows);
+      g.chunks = ceil_div(s.out_channels, kChannels);
+      const int64_t cost = ceil_div<int64_t>(block_count(s, g), multiprocessors) * block_cost<Tile>(g);
+      if (cost < best.cost) best = {g, cost};
+    }
+  }
+  best.tiling.row_pairs = FastDivide((best.tiling.unit_cols + 1) * kUnitCols / 2);
+  return best;
+}
+
+template <class Tile>
+void launch(const ConvArgs& a, const Tiling& g, cudaStream_t stream) {
+  allow_shared_bytes(depthwise_mma_kernel<Tile>, Tile::kSharedBytes);
+  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma",
+                                               checked_grid(block_count(a.shape, g), "depthwise_mma"), kThreads,
+                                               Tile::kSharedBytes, stream, a, g);
+}
+
+// 7 rows: 2 x 21 are 40 and 1 x 21 are 20, but a map 20 wide has 3 columns of units, of which 5 rows of 4 fill 15 of 16.
+template <class T, int kKernel>
+void launch_kernel_size(const ConvArgs& a, cudaStream_t stream) {
+  using Tall = MmaTile<T, kKernel, 7>;
+  using Low = MmaTile<T, kKernel, 4>;
+  const int multiprocessors = multiprocessor_count();
+  const Candidate<Tall> tall = cheapest<Tall>(a.shape, multiprocessors);
+  const Candidate<Low> low = cheapest<Low>(a.shape, multiprocessors);
+  if (tall.cost <= low.cost) return launch<Tall>(a, tall.tiling, stream);
+  launch<Low>(a, low.tiling, stream);
+}
+
+}  // namespace
+
+void depthwise_mma(const ConvArgs& a, DType dtype, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const bool served = s.groups == s.in_channels && s.in_channels == s.out_channels && s.out_channels % 8 == 0 &&
+                      s.kernel_h == s.kernel_w && s.stride_h == 1 && s.stride_w == 1 && s.dilation_h == 1 &&
+                      s.dilation_w == 1;
+  with_half_type(dtype, "depthwise_mma", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (served && s.kernel_h == 3) return launch_kernel_size<T, 3>(a, stream);
+    if (served && s.kernel_h == 5) return launch_kernel_size<T, 5>(a, stream);
+    if (served && s.kernel_h == 7) return launch_kernel_size<T, 7>(a, stream);
+    fail("depthwise_mma: no kernel for ", s.kernel_h, "x", s.kernel_w, ", stride ", s.stride_h, "x", s.stride_w,
+         ", dilation ", s.dilation_h, "x", s.dilation_w, ", groups ", s.groups, ", channels ", s.in_channels, " -> ",
+         s.out_channels);
+  });
+}
+
+}  // namespace yolo12_fastconv
