@@ -254,13 +254,4 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t layout, uint32_t start) 
   return static_cast<uint64_t>(layout) << 32 | start;
 }
 
-// silu(u) = h + h tanh(h) with h = u / 2: one special function and two multiply-adds, where exp and reciprocal would be
-// two and four. tanh.approx errs by 2^-11 of its value, so the result by |u| 2^-12 at most: half a unit in the last
-// place of u as half.
-__device__ __forceinline__ float silu_of_half(float h) {
-  float t;
-  asm("tanh.approx.f32 %0, %1;\n" : "=f"(t) : "f"(h));
-  return fmaf(h, t, h);
-}
-
 }  // namespace yolo12_fastconv
