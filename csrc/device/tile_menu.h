@@ -12,14 +12,21 @@ namespace yolo12_fastconv {
 
 enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwiseMma, kDepthwise, kStem, kDirect };
 
-// Block tile of the implicit GEMM: pixels x output channels x 16-byte chunks of (tap, input channel), and the number of
-// tiles in flight.
+// Block tile of the implicit GEMM: pixels x output channels x 16-byte chunks of (tap, input channel), the number of
+// tiles in flight and the one that is computed on, and how warps share it: pixels, channels, and the reduction.
 struct GemmTile {
-  int pixels;
-  int channels;
-  int chunks;
-  int stages;
+  int pixels, channels, chunks, stages;
+  int warps_pixels, warps_channels, groups;
+  bool operator==(const GemmTile&) const = default;
 };
+
+// One kernel per tile and dtype.
+constexpr GemmTile kGemmTiles[] = {
+    {128, 128, 8, 3, 2, 4, 1}, {128, 64, 8, 3, 4, 2, 1}, {128, 32, 4, 5, 4, 1, 1}, {128, 16, 4, 5, 4, 1, 1},
+    {64, 64, 8, 4, 2, 2, 2},   {64, 32, 8, 5, 2, 1, 2},  {64, 16, 8, 5, 2, 1, 2},  {32, 64, 8, 5, 1, 2, 2},
+    {32, 32, 8, 6, 1, 1, 4},   {16, 32, 8, 8, 1, 1, 4},
+};
+constexpr int kMaxGemmKernel = 16;  // rows and columns of a filter: a bit each of 32
 
 // What the menu looks at.
 struct MenuQuery {

@@ -1,7 +1,10 @@
 #include "device/tile_menu.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <iostream>
+#include <iterator>
 #include <mutex>
 #include <set>
 
@@ -38,31 +41,46 @@ bool fits_implicit_gemm(const ConvShape& s) {
   const int64_t tiles = ceil_div<int64_t>(s.out_pixels(), 64) * ceil_div(s.out_channels, 16);
   const int64_t chunks = int64_t(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, 4);
   return (128 + plane - 1) / plane * image + 2 * image < (int64_t(1) << 30) && tiles < (int64_t(1) << 31) &&
-         chunks < (1 << 24) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
+         chunks < (1 << 24) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15) && s.kernel_h <= kMaxGemmKernel &&
+         s.kernel_w <= kMaxGemmKernel;
 }
 
+// Cycles of a multiprocessor (H200, 1.755 GHz) from the end of the kernel before to the end of this one, with x and w in
+// L2, as they are when one image runs through a model. Not fitted to timings yet.
+constexpr int kMultiprocessors = 132;      // of the largest current GPU: fewer blocks leave some idle
+constexpr double kFirstTileCycles = 600;   // the first copies' way from L2: 500, and a barrier
+constexpr double kStageCycles = 70;        // wait, barrier, first ldmatrix
+constexpr double kStepCycles = 35;         // products that wait for the products before
+constexpr double kFinishCycles = 250;      // sums through shared memory to y, besides:
+constexpr double kOutputsPerCycle = 12;    //   128 lanes, 10 instructions an element
+constexpr double kL2BytesPerCycle = 46;    // as in sm90_plan.cpp
+constexpr double kSharedBytesPerCycle = 128;
+constexpr double kProductsPerCycle = 1270;  // mma.sync in half: 62 % of wgmma's 2048
+
+double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t) {
+  const int lanes = 16 / size_of(dtype);
+  const double chunks = double(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, lanes);
+  const double stages = std::ceil(chunks / t.chunks), steps = stages * (t.chunks / 2);
+  const double blocks = double(ceil_div<int64_t>(s.out_pixels(), t.pixels)) * ceil_div(s.out_channels, t.channels);
+  const double rounds = std::ceil(blocks / kMultiprocessors);  // blocks that the busiest multiprocessor gets
+  const double rows = t.pixels + t.channels, outputs = double(t.pixels) * t.channels;
+  // One block by itself is a chain; all blocks of a multiprocessor share its ports, with some overlap.
+  const double chain = stages * kStageCycles + steps / t.groups * kStepCycles;
+  const double transfer = rounds * rows * chunks * 16 / kL2BytesPerCycle;
+  const double operands = double(t.warps_pixels) * t.warps_channels *
+                          (t.pixels / t.warps_pixels + t.channels / t.warps_channels);  // rows that warps read
+  const double shared = rounds * steps * (operands + rows) * 32 / kSharedBytesPerCycle;
+  const double products = rounds * steps * outputs * (lanes * 2) / (kProductsPerCycle * lanes / 8);
+  const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / kSharedBytesPerCycle;
+  return kFirstTileCycles + std::max({chain, transfer, shared, products}) + kFinishCycles +
+         rounds * (outputs / kOutputsPerCycle + partial_sums);
+}
+
+// The tile with the lowest estimate.
 GemmTile choose_gemm_tile(const ConvShape& s, DType dtype) {
-  // The channel tile that wastes the fewest columns, the widest among equals: x is read once per channel tile.
-  int channels = 16;
-  for (const int candidate : {32, 64, 128}) {
-    if (round_up(s.out_channels, candidate) <= round_up(s.out_channels, channels)) channels = candidate;
-  }
-  // Between one wide tile and several narrow ones, up to an eighth of idle columns costs less than reading x again.
-  for (const int candidate : {32, 64, 128}) {
-    if (candidate > channels && 8 * round_up(s.out_channels, candidate) <= 9 * round_up(s.out_channels, channels)) {
-      channels = candidate;
-    }
-  }
-  const int64_t column_tiles = ceil_div(s.out_channels, channels);
-  const int64_t blocks = ceil_div<int64_t>(s.out_pixels(), 128) * column_tiles;
-  // Fewer blocks than the 132 SMs of the largest current GPU: halve the tile.
-  const bool small = blocks < 132;
-  if (small && channels == 128) channels = 64;
-  const int chunks = s.kernel_h * s.kernel_w * ceil_div(s.in_channels, 16 / size_of(dtype));
-  // 128-byte rows halve the barriers per byte; below 16 chunks there is nothing left to overlap with.
-  const bool deep = chunks >= 16 && channels >= 64;
-  if (small) return channels == 64 ? GemmTile{64, 64, 8, 3} : GemmTile{64, channels, 4, 4};
-  return deep ? GemmTile{128, channels, 8, 3} : GemmTile{128, channels, 4, 4};
+  return *std::min_element(std::begin(kGemmTiles), std::end(kGemmTiles), [&](const GemmTile& a, const GemmTile& b) {
+    return gemm_cycles(s, dtype, a) < gemm_cycles(s, dtype, b);
+  });
 }
 
 std::string tile_name(const GemmTile& t) {
@@ -84,12 +102,12 @@ bool has_sm90_kernels() {
   return built;
 }
 
-// Below these sizes the sm80 kernel is faster by up to 2 us, in which the sm90 kernel sets up its barriers, tensor
-// maps and large blocks: a reduction that is short for both, and no time to win on memory.
-bool is_small(const ConvShape& s) {
-  const int64_t reduction = int64_t(s.kernel_h) * s.kernel_w * round_up(s.in_channels, 8);
-  const int64_t bytes = 2 * (s.in_pixels() * s.in_channels + s.out_pixels() * s.out_channels);
-  return reduction <= 144 && bytes < 14'000'000 && s.out_pixels() * s.out_channels * reduction < 300'000'000;
+// Whether the sm80 kernel serves a convolution on 9.0 too: where it is through before the sm90 kernel would be. That
+// one needs 1 to 2 us (1750 to 3500 cycles) for its barriers, tensor maps and 200 KB of shared memory; afterwards its products
+// take half of the time. So it is behind up to about this many cycles, which are most layers of one image.
+bool is_small(const ConvShape& s, DType dtype) {
+  constexpr double kSm90WorthCycles = 4000;
+  return gemm_cycles(s, dtype, choose_gemm_tile(s, dtype)) < kSm90WorthCycles;
 }
 
 void print_once(const MenuQuery& query, const KernelChoice& choice) {
@@ -139,9 +157,9 @@ KernelChoice choose(const MenuQuery& query) {
   if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {Family::kStem, {}, {}};
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
-  const bool sm90 = query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80" &&
-                    (target == "sm90" || !is_small(s));
-  if (s.groups == 1 && half && sm90) {
+  const bool sm90 = s.groups == 1 && half && query.capability == kSm90Capability && has_sm90_kernels() &&
+                    target != "sm80" && (target == "sm90" || !is_small(s, query.dtype));
+  if (sm90) {
     const Sm90Plan plan = plan_sm90(s);
     if (plan.channels != 0) return {Family::kImplicitGemmSm90, {}, plan};
   }

@@ -3,23 +3,41 @@
 //
 //   y[m, k] = act(scale[k] * sum over t, c of x[pixel(m, t), c] * w[k, t, c] + shift[k]) + residual[m, k]
 //
-// m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
-// channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up to
-// 16 bytes), zero-filled. y: NHWC, dense. half or bfloat16 in and out, float sums; float in and out with TF32 products.
+// m: output pixel (n, p, q). t: filter tap (r, s), at most 16 x 16. x: NHWC, element strides, channel stride 1, rows
+// 16-byte aligned (a channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S,
+// C rounded up to 16 bytes), zero-filled. y: NHWC, dense. half or bfloat16 in and out, float sums; float in and out with
+// TF32 products.
 //
-// One block computes a tile of pixels x channels. The reduction runs over 16-byte chunks of (tap, channel) in an order
-// that does not depend on the tile, kStages tiles in flight: a chunk never crosses a tap, so each thread finds the tap of
-// its chunk once per tile and each of its rows costs one bounds check. Rows are XOR-swizzled in shared memory so that
-// ldmatrix and the copies are free of bank conflicts.
+// One block computes a tile of pixels x channels. The reduction runs over 16-byte chunks of (tap, channel), tap by tap,
+// kStages tiles of it in flight. Rows are XOR-swizzled in shared memory so that ldmatrix and the copies are free of bank
+// conflicts.
+//
+// Large tiles (128 pixels) are for many pixels. Copying a row of 16 bytes takes the bit test of its tap, one address
+// and the copy: which taps of a pixel lie inside the image is found once per pixel, and a thread finds the tap of its
+// chunk anew only when it leaves the old one.
+//
+// Small tiles are for one image, where a layer is a chain of latencies: launch, first tile from L2 (500 cycles),
+// products, epilogue.
+// - 20x20 pixels x 128 channels are 8 tiles of 128x64, and 104 of 32x32 on 132 multiprocessors.
+// - A warp that does all products of a 32x32 tile over 3x3x128 waits for 72 of them, one after the other. Here the warps
+//   of a block share the reduction: of each stage, warp group g takes the 32-byte steps g, g + kGroups, ... The sums of the
+//   groups meet in shared memory and are added in the order of g, so that results do not depend on timing.
+// - 5 stages of a 32x32 tile in flight are 40 KB, more than the 500 cycles x 64 bytes that L2 can deliver meanwhile; a short
+//   reduction is in flight as a whole.
+// - The block is launched while the kernel before still runs (dependent_launch.cuh), with all index arithmetic done.
 #include <cstdint>
+#include <iterator>
+#include <utility>
 
 #include "device/async_copy.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/kernels.h"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
 #include "device/tensor_core.cuh"
+#include "device/tile_menu.h"
 
 // Below 8.0 the kernel's body is empty, and the constants of its tiles are left over.
 #pragma nv_diag_suppress 177
@@ -27,35 +45,43 @@
 namespace yolo12_fastconv {
 namespace {
 
-template <class Element, int kTilePixels, int kTileChannels, int kTileChunks, int kStageCount, int kWarpsPixels,
-          int kWarpsChannels>
+template <class Element, GemmTile kTile>
 struct GemmConfig {
   using T = Element;
-  static constexpr int kPixels = kTilePixels, kChannels = kTileChannels, kChunks = kTileChunks, kStages = kStageCount;
-  static constexpr int kWarpPixels = kPixels / kWarpsPixels;  // one warp's part of the tile
-  static constexpr int kWarpChannels = kChannels / kWarpsChannels;
-  static constexpr int kWarpColumns = kWarpsChannels;
-  static constexpr int kThreads = 32 * kWarpsPixels * kWarpsChannels;
+  static constexpr int kPixels = kTile.pixels, kChannels = kTile.channels, kChunks = kTile.chunks;
+  static constexpr int kStages = kTile.stages, kGroups = kTile.groups;
+  static constexpr int kWarpPixels = kPixels / kTile.warps_pixels;  // one warp's part of the tile
+  static constexpr int kWarpChannels = kChannels / kTile.warps_channels;
+  static constexpr int kWarpColumns = kTile.warps_channels, kGroupWarps = kTile.warps_pixels * kTile.warps_channels;
+  static constexpr int kThreads = 32 * kGroupWarps * kGroups;
   static constexpr int kLanes = 16 / sizeof(T);  // elements in a chunk
   static constexpr int kFragmentsPixels = kWarpPixels / 16, kFragmentsChannels = kWarpChannels / 8;
+  static constexpr int kSteps = kChunks / 2 / kGroups;  // a warp's steps of 32 bytes in a stage
 
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
-  // The finished tile goes through shared memory on its way out; the padding shifts each row by 4 (half) or 8 (float)
-  // banks, so that a quarter warp's fragments fall into different ones.
+  // The finished tile goes through shared memory on its way out: rounded, or as the float sums of each group. The padding
+  // shifts each row by 4 (half) or 8 (float) banks, so that a quarter warp's fragments fall into different ones.
   static constexpr int kOutRowBytes = kChannels * int(sizeof(T)) + (sizeof(T) == 2 ? 16 : 32);
-  static constexpr int kPipelineBytes = kStages * kStageBytes;
-  static constexpr int kOutBytes = kPixels * kOutRowBytes;
+  static constexpr int kSumRow = kChannels + 8;  // floats
+  static constexpr int kOutBytes = kGroups == 1 ? kPixels * kOutRowBytes : kGroups * kPixels * kSumRow * 4;
   static constexpr int kAffineBytes = kChannels * int(sizeof(ScaleShift<float>));
-  static constexpr int kSharedBytes = (kPipelineBytes > kOutBytes ? kPipelineBytes : kOutBytes) + kAffineBytes;
 
   static constexpr int kRowsPerPass = kThreads / kChunks;  // rows that all threads copy at once
-  static constexpr int kPixelPasses = kPixels / kRowsPerPass;
+  static constexpr int kPixelPasses = (kPixels + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr int kChannelPasses = (kChannels + kRowsPerPass - 1) / kRowsPerPass;
 
+  // Stages that a reduction never fills are not asked for: more blocks fit a multiprocessor.
+  static constexpr int shared_bytes(int64_t tiles) {
+    const int pipeline = static_cast<int>(tiles < kStages ? tiles : kStages) * kStageBytes;
+    return kAffineBytes + (pipeline > kOutBytes ? pipeline : kOutBytes);
+  }
+
   static_assert(kChunks == 4 || kChunks == 8, "the swizzle is written for rows of 64 and 128 bytes");
-  static_assert(kPixels % kRowsPerPass == 0 && kWarpPixels % 16 == 0 && kWarpChannels % 16 == 0);
-  static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 have 99 KB a block");
+  static_assert(kSteps >= 1 && kChunks / 2 % kGroups == 0 && kAffineBytes % 128 == 0);
+  static_assert(kRowsPerPass % 8 == 0, "all rows of a thread have the same swizzle");
+  static_assert(kWarpPixels % 16 == 0 && kWarpChannels % 16 == 0);
+  static_assert(shared_bytes(kStages) <= 99 * 1024, "sm_86 and sm_89 have 99 KB a block");
 };
 
 struct GemmArgs {
@@ -73,9 +99,8 @@ struct GemmArgs {
   int out_channels;
   int64_t y_stride;
   int in_channels;
-  int chunks_per_tap, chunks;  // ceil(C / lanes), times R * S
-  int in_h, in_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-  int channel_tiles;
+  int chunks;  // ceil(C / lanes) * R * S
+  int kernel_h, kernel_w, in_h, in_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   FastDivide by_chunks_per_tap, by_kernel_w, by_out_w, by_out_h, by_channel_tiles;
 };
 
@@ -86,11 +111,14 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return (row * kChunks + (chunk ^ mask)) * 16;
 }
 
+// Copies tiles of the reduction to shared memory, one after the other.
 template <class Config>
 class TileLoader {
  public:
+  // Reads no global memory.
   __device__ __forceinline__ TileLoader(const GemmArgs& args, int64_t first_pixel, int first_channel, uint32_t shared)
-      : args_(args), shared_(shared), chunk_(threadIdx.x % Config::kChunks), row_(threadIdx.x / Config::kChunks) {
+      : args_(args), chunk_(threadIdx.x % Config::kChunks), row_(threadIdx.x / Config::kChunks) {
+    shared_ = shared + swizzled<Config::kChunks>(row_, chunk_);
     // Offsets of this thread's pixels count from the tile's first image, which keeps them in 32 bits (checked on the host).
     const int64_t image_pixels = int64_t(args.by_out_h.divisor) * args.by_out_w.divisor;
     const int64_t first_image = first_pixel / image_pixels;
@@ -102,60 +130,94 @@ class TileLoader {
       int image, p, q, image_row;
       args.by_out_w.divide(start + row, image_row, q);
       args.by_out_h.divide(image_row, image, p);
-      const int top = p * args.stride_h - args.pad_h;
-      left_[i] = q * args.stride_w - args.pad_w;
-      offset_[i] = image * static_cast<int>(args.x_stride_n) + top * args.x_stride_h + left_[i] * args.x_stride_w;
-      // A row behind the last pixel gets a position that is outside of every image.
-      top_[i] = first_pixel + row < args.pixels ? top : -(1 << 30);
+      const int top = p * args.stride_h - args.pad_h, left = q * args.stride_w - args.pad_w;
+      offset_[i] = image * static_cast<int>(args.x_stride_n) + top * args.x_stride_h + left * args.x_stride_w;
+      inside_[i] = 0;
+      if (first_pixel + row >= args.pixels) continue;  // behind the last pixel, no tap is inside
+      for (int r = 0; r < args.kernel_h; ++r) {
+        const bool in = static_cast<unsigned>(top + r * args.dilation_h) < static_cast<unsigned>(args.in_h);
+        inside_[i] |= uint32_t(in) << r;
+      }
+      for (int s = 0; s < args.kernel_w; ++s) {
+        const bool in = static_cast<unsigned>(left + s * args.dilation_w) < static_cast<unsigned>(args.in_w);
+        inside_[i] |= uint32_t(in) << (16 + s);
+      }
     }
-    weight_ = static_cast<const T*>(args.weight) + (first_channel + row_) * int64_t(args.chunks) * Config::kLanes;
+    const int64_t weight_row = int64_t(args.chunks) * Config::kLanes;
+    weight_ = static_cast<const T*>(args.weight) + (first_channel + row_) * weight_row + chunk_ * Config::kLanes;
+    weight_step_ = Config::kRowsPerPass * weight_row;
     channels_left_ = args.out_channels - first_channel - row_;
+    find_tap();
   }
 
-  // Starts the copies of tile `index` of the reduction into stage `stage`.
-  __device__ __forceinline__ void load(int index, int stage) const {
-    const int chunk = index * Config::kChunks + chunk_;
-    const bool inside = chunk < args_.chunks;
-    int tap, channel_chunk, r, s;
-    args_.by_chunks_per_tap.divide(chunk, tap, channel_chunk);
-    args_.by_kernel_w.divide(tap, r, s);
-    const int down = r * args_.dilation_h, right = s * args_.dilation_w;
-    const int channel = channel_chunk * Config::kLanes;
-    const int shift = down * args_.x_stride_h + right * args_.x_stride_w + channel;
-    const int chunk_bytes = inside ? min(args_.in_channels - channel, Config::kLanes) * int(sizeof(T)) : 0;
-
+  // Starts the copies of the next tile of the reduction, into stage `stage`. A copy of 0 bytes writes zeros and does not
+  // touch its address, which may lie outside of the tensor.
+  __device__ __forceinline__ void load(int stage) {
     const uint32_t pixels = shared_ + stage * Config::kStageBytes;
+    constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
 #pragma unroll
     for (int i = 0; i < Config::kPixelPasses; ++i) {
-      const bool valid = static_cast<unsigned>(top_[i] + down) < static_cast<unsigned>(args_.in_h) &&
-                         static_cast<unsigned>(left_[i] + right) < static_cast<unsigned>(args_.in_w);
-      const int bytes = valid ? chunk_bytes : 0;
-      // An address that is not read still has to be a valid one.
-      const T* source = bytes > 0 ? x_ + (offset_[i] + shift) : x_;
-      copy_async(pixels + swizzled<Config::kChunks>(row_ + i * Config::kRowsPerPass, chunk_), source, bytes);
+      if (is_past<Config::kPixels>(i)) break;
+      copy_async(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0 ? bytes_ : 0);
     }
     const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
+    const int limit = chunk_ < args_.chunks ? channels_left_ : 0;
 #pragma unroll
     for (int i = 0; i < Config::kChannelPasses; ++i) {
-      const int row = row_ + i * Config::kRowsPerPass;
-      if (Config::kChannels % Config::kRowsPerPass != 0 && row >= Config::kChannels) break;
-      const bool valid = inside && i * Config::kRowsPerPass < channels_left_;
-      const T* source = valid ? weight_ + (int64_t(i) * Config::kRowsPerPass * args_.chunks + chunk) * Config::kLanes
-                              : static_cast<const T*>(args_.weight);
-      copy_async(channels + swizzled<Config::kChunks>(row, chunk_), source, valid ? 16 : 0);
+      if (is_past<Config::kChannels>(i)) break;
+      copy_async(channels + i * kPassBytes, weight_ + i * weight_step_, i * Config::kRowsPerPass < limit ? 16 : 0);
     }
     commit_async_copies();
+
+    constexpr int kTileLanes = Config::kChunks * Config::kLanes;
+    chunk_ += Config::kChunks;
+    weight_ += kTileLanes;
+    channel_ += kTileLanes;
+    source_ += kTileLanes;
+    if (channel_ >= args_.in_channels) {
+      find_tap();
+    } else {
+      bytes_ = chunk_bytes();
+    }
   }
 
  private:
   using T = typename Config::T;
+
+  template <int kRows>
+  __device__ __forceinline__ bool is_past(int pass) const {
+    return kRows % Config::kRowsPerPass != 0 && row_ + pass * Config::kRowsPerPass >= kRows;
+  }
+
+  __device__ __forceinline__ int chunk_bytes() const {
+    return min(args_.in_channels - channel_, Config::kLanes) * int(sizeof(T));
+  }
+
+  // Tap and channel of chunk_.
+  __device__ __forceinline__ void find_tap() {
+    bytes_ = 0;
+    if (chunk_ >= args_.chunks) return;
+    int tap, channel_chunk, r, s;
+    args_.by_chunks_per_tap.divide(chunk_, tap, channel_chunk);
+    args_.by_kernel_w.divide(tap, r, s);
+    channel_ = channel_chunk * Config::kLanes;
+    source_ = x_ + (r * args_.dilation_h * args_.x_stride_h + s * args_.dilation_w * args_.x_stride_w + channel_);
+    tap_ = 1u << r | 1u << (16 + s);
+    bytes_ = chunk_bytes();
+  }
+
   const GemmArgs& args_;
+  int chunk_, row_;  // this thread's chunk of the reduction, and its first row of the tile
   uint32_t shared_;
-  int chunk_, row_;
   const T* x_;
+  const T* source_;  // x_, shifted to the tap and channel of chunk_
+  int channel_ = 0, bytes_;
+  uint32_t tap_ = 0;  // bits r and 16 + s; inside_: those that lie inside the image
   const T* weight_;
+  int64_t weight_step_;
   int channels_left_;
-  int top_[Config::kPixelPasses], left_[Config::kPixelPasses], offset_[Config::kPixelPasses];
+  int offset_[Config::kPixelPasses];
+  uint32_t inside_[Config::kPixelPasses];
 };
 
 template <class Config>
@@ -163,45 +225,87 @@ struct Accumulators {
   float value[Config::kFragmentsPixels][Config::kFragmentsChannels][4];
 };
 
-// One stage's products: this warp's part of the tile over kChunks chunks of the reduction.
+// Operands of one step of 32 bytes.
 template <class Config>
-__device__ __forceinline__ void multiply_stage(Accumulators<Config>& sum, uint32_t stage, int warp_row,
-                                               int warp_column) {
-  using T = typename Config::T;
-  const int lane = threadIdx.x % 32;
-  const uint32_t pixels = stage, channels = stage + Config::kPixels * Config::kRowBytes;
-#pragma unroll
-  for (int step = 0; step < Config::kChunks / 2; ++step) {
-    uint32_t a[Config::kFragmentsPixels][4], b[Config::kFragmentsChannels / 2][4];
+struct Fragments {
+  uint32_t a[Config::kFragmentsPixels][4], b[Config::kFragmentsChannels / 2][4];
+
+  // row_a, row_b: this lane's rows for load_matrices.
+  __device__ __forceinline__ void load(uint32_t stage, int row_a, int row_b, int step) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Config::kFragmentsPixels; ++i) {
-      const int row = warp_row * Config::kWarpPixels + i * 16 + lane % 16;
-      load_matrices(a[i], pixels + swizzled<Config::kChunks>(row, step * 2 + lane / 16));
+      load_matrices(a[i], stage + swizzled<Config::kChunks>(row_a + i * 16, step * 2 + lane / 16));
     }
+    const uint32_t channels = stage + Config::kPixels * Config::kRowBytes;
 #pragma unroll
     for (int j = 0; j < Config::kFragmentsChannels / 2; ++j) {
-      const int row = warp_column * Config::kWarpChannels + j * 16 + lane % 8 + lane / 16 * 8;
-      load_matrices(b[j], channels + swizzled<Config::kChunks>(row, step * 2 + lane / 8 % 2));
+      load_matrices(b[j], channels + swizzled<Config::kChunks>(row_b + j * 16, step * 2 + lane / 8 % 2));
     }
-    if constexpr (sizeof(T) == 4) {
+  }
+
+  __device__ __forceinline__ void multiply(Accumulators<Config>& sum) {
+    if constexpr (sizeof(typename Config::T) == 4) {
 #pragma unroll
-      for (int i = 0; i < Config::kFragmentsPixels; ++i) {
+      for (auto& fragment : a) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) a[i][r] = round_to_tf32(a[i][r]);
+        for (uint32_t& bits : fragment) bits = round_to_tf32(bits);
       }
 #pragma unroll
-      for (int j = 0; j < Config::kFragmentsChannels / 2; ++j) {
+      for (auto& fragment : b) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) b[j][r] = round_to_tf32(b[j][r]);
+        for (uint32_t& bits : fragment) bits = round_to_tf32(bits);
       }
     }
 #pragma unroll
     for (int i = 0; i < Config::kFragmentsPixels; ++i) {
 #pragma unroll
       for (int j = 0; j < Config::kFragmentsChannels; ++j) {
-        multiply_add<T>(sum.value[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        multiply_add<typename Config::T>(sum.value[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
+  }
+};
+
+// Where a warp works in the tile.
+template <class Config>
+struct WarpPlace {
+  int group, row, column;  // of the reduction; first pixel, first channel
+
+  __device__ __forceinline__ explicit WarpPlace(int warp)
+      : group(warp / Config::kGroupWarps),
+        row(warp % Config::kGroupWarps / Config::kWarpColumns * Config::kWarpPixels),
+        column(warp % Config::kWarpColumns * Config::kWarpChannels) {}
+};
+
+// One stage's products: this warp's part of the tile and of the stage. The operands of a step are on their way from
+// shared memory while the step before is multiplied.
+template <class Config>
+__device__ __forceinline__ void multiply_stage(Accumulators<Config>& sum, uint32_t stage,
+                                               const WarpPlace<Config>& place) {
+  const int lane = threadIdx.x % 32;
+  const int row_a = place.row + lane % 16, row_b = place.column + lane % 8 + lane / 16 * 8;
+  Fragments<Config> fragments[2];
+  fragments[0].load(stage, row_a, row_b, place.group);
+#pragma unroll
+  for (int i = 0; i < Config::kSteps; ++i) {
+    if (i + 1 < Config::kSteps) {
+      fragments[(i + 1) % 2].load(stage, row_a, row_b, place.group + (i + 1) * Config::kGroups);
+    }
+    fragments[i % 2].multiply(sum);
+  }
+}
+
+// kSilu: scale and shift are half of the block's for half outputs (see silu_of_half).
+template <class T, bool kSilu>
+__device__ __forceinline__ float finish(float sum, const ScaleShift<float>& affine) {
+  const float u = fmaf(sum, affine.scale, affine.shift);
+  if constexpr (!kSilu) {
+    return u;
+  } else if constexpr (sizeof(T) == 2) {
+    return silu_of_half(u);
+  } else {
+    return activate<T>(u, Act::kSilu);
   }
 }
 
@@ -219,25 +323,39 @@ __device__ __forceinline__ void store_pair(char* shared, float first, float seco
 // Scale, shift and activation on the accumulators, then the rounded tile into shared memory.
 template <class Config, bool kSilu>
 __device__ __forceinline__ void finish_tile(const Accumulators<Config>& sum, const ScaleShift<float>* affine, char* out,
-                                            int warp_row, int warp_column) {
+                                            const WarpPlace<Config>& place) {
   using T = typename Config::T;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < Config::kFragmentsChannels; ++j) {
-    const int column = warp_column * Config::kWarpChannels + j * 8 + lane % 4 * 2;
+    const int column = place.column + j * 8 + lane % 4 * 2;
     const ScaleShift<float> first = affine[column], second = affine[column + 1];
 #pragma unroll
     for (int i = 0; i < Config::kFragmentsPixels; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_row * Config::kWarpPixels + i * 16 + half * 8 + lane / 4;
-        float u = fmaf(sum.value[i][j][half * 2], first.scale, first.shift);
-        float v = fmaf(sum.value[i][j][half * 2 + 1], second.scale, second.shift);
-        if constexpr (kSilu) {
-          u = activate<T>(u, Act::kSilu);
-          v = activate<T>(v, Act::kSilu);
-        }
-        store_pair<T>(out + row * Config::kOutRowBytes + column * int(sizeof(T)), u, v);
+        const int row = place.row + i * 16 + half * 8 + lane / 4;
+        store_pair<T>(out + row * Config::kOutRowBytes + column * int(sizeof(T)),
+                      finish<T, kSilu>(sum.value[i][j][half * 2], first),
+                      finish<T, kSilu>(sum.value[i][j][half * 2 + 1], second));
+      }
+    }
+  }
+}
+
+// The float sums of one group of the reduction into shared memory.
+template <class Config>
+__device__ __forceinline__ void put_sums(const Accumulators<Config>& sum, float* out, const WarpPlace<Config>& place) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Config::kFragmentsPixels; ++i) {
+#pragma unroll
+    for (int j = 0; j < Config::kFragmentsChannels; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.group * Config::kPixels + place.row + i * 16 + half * 8 + lane / 4;
+        *reinterpret_cast<float2*>(out + row * Config::kSumRow + place.column + j * 8 + lane % 4 * 2) =
+            make_float2(sum.value[i][j][half * 2], sum.value[i][j][half * 2 + 1]);
       }
     }
   }
@@ -249,11 +367,38 @@ union Chunk {
   T element[16 / sizeof(T)];
 };
 
+// A finished chunk of the tile from shared memory: rounded already, or to be summed over the groups.
+template <class Config, bool kSilu>
+__device__ __forceinline__ Chunk<typename Config::T> take_chunk(const char* out, const ScaleShift<float>* affine,
+                                                                int row, int column) {
+  using T = typename Config::T;
+  Chunk<T> value;
+  if constexpr (Config::kGroups == 1) {
+    value.bits = *reinterpret_cast<const uint4*>(out + row * Config::kOutRowBytes + column * int(sizeof(T)));
+  } else {
+    const float* sums = reinterpret_cast<const float*>(out) + row * Config::kSumRow + column;
+#pragma unroll
+    for (int e = 0; e < Config::kLanes; e += 4) {
+      float4 total = *reinterpret_cast<const float4*>(sums + e);
+#pragma unroll
+      for (int group = 1; group < Config::kGroups; ++group) {
+        const float4 part = *reinterpret_cast<const float4*>(sums + group * Config::kPixels * Config::kSumRow + e);
+        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+      }
+      value.element[e] = convert<T>(finish<T, kSilu>(total.x, affine[column + e]));
+      value.element[e + 1] = convert<T>(finish<T, kSilu>(total.y, affine[column + e + 1]));
+      value.element[e + 2] = convert<T>(finish<T, kSilu>(total.z, affine[column + e + 2]));
+      value.element[e + 3] = convert<T>(finish<T, kSilu>(total.w, affine[column + e + 3]));
+    }
+  }
+  return value;
+}
+
 // The tile from shared to global memory, 16 bytes at a time where rows of y are 16-byte aligned, plus the residual. As in
 // stock, the activated value is rounded before the residual is added.
-template <class Config>
-__device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out, int64_t first_pixel,
-                                           int first_channel) {
+template <class Config, bool kSilu>
+__device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out, const ScaleShift<float>* affine,
+                                           int64_t first_pixel, int first_channel) {
   using T = typename Config::T;
   constexpr int kRowChunks = Config::kChannels / Config::kLanes;
   const bool vectors = args.out_channels % Config::kLanes == 0 && args.y_stride % Config::kLanes == 0;
@@ -263,8 +408,7 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
     const int64_t pixel = first_pixel + row;
     const int channel = first_channel + column;
     if (pixel >= args.pixels || channel >= args.out_channels) continue;
-    Chunk<T> value;
-    value.bits = *reinterpret_cast<const uint4*>(out + row * Config::kOutRowBytes + column * int(sizeof(T)));
+    Chunk<T> value = take_chunk<Config, kSilu>(out, affine, row, column);
     T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
     const T* residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
     if (vectors) {
@@ -293,58 +437,77 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
   }
 }
 
+template <class Config, bool kSilu>
+__device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulators<Config>& sum,
+                                         const ScaleShift<float>* affine, char* out, const WarpPlace<Config>& place,
+                                         int64_t first_pixel, int first_channel) {
+  if constexpr (Config::kGroups == 1) {
+    finish_tile<Config, kSilu>(sum, affine, out, place);
+  } else {
+    put_sums<Config>(sum, reinterpret_cast<float*>(out), place);
+  }
+  __syncthreads();
+  write_tile<Config, kSilu>(args, out, affine, first_pixel, first_channel);
+}
+
 template <class Config>
 __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
+  let_later_kernels_start();
   // Channel tiles of the same pixels run next to each other, so that x comes from L2 after the first.
   int pixel_tile, channel_tile;
   args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), pixel_tile, channel_tile);
   const int64_t first_pixel = int64_t(pixel_tile) * Config::kPixels;
   const int first_channel = channel_tile * Config::kChannels;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / Config::kWarpColumns, warp_column = warp % Config::kWarpColumns;
+  const WarpPlace<Config> place(threadIdx.x / 32);
 
-  const uint32_t pipeline = shared_address(shared);
-  const TileLoader<Config> loader(args, first_pixel, first_channel, pipeline);
+  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
+  char* out = shared + Config::kAffineBytes;
+  const uint32_t pipeline = shared_address(out);
+  TileLoader<Config> loader(args, first_pixel, first_channel, pipeline);
   const int tiles = (args.chunks + Config::kChunks - 1) / Config::kChunks;
+  wait_for_earlier_kernels();
 #pragma unroll
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
     if (stage < tiles) {
-      loader.load(stage, stage);
+      loader.load(stage);
     } else {
       commit_async_copies();  // an empty group keeps the count that wait_for_async_copies relies on
     }
   }
-
-  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + Config::kSharedBytes - Config::kAffineBytes);
+  // Under the latency of the first tiles.
+  const bool silu = args.act == Act::kSilu;
+  const float factor = silu && sizeof(typename Config::T) == 2 ? 0.5f : 1.0f;  // exact; see finish()
   for (int c = threadIdx.x; c < Config::kChannels; c += Config::kThreads) {
     const int channel = first_channel + c;
-    affine[c] = channel < args.out_channels ? fold<float>(args.affine, channel) : ScaleShift<float>{0.0f, 0.0f};
+    ScaleShift<float> folded = {0.0f, 0.0f};
+    if (channel < args.out_channels) folded = fold<float>(args.affine, channel);
+    affine[c] = {folded.scale * factor, folded.shift * factor};
   }
 
   Accumulators<Config> sum = {};
+  int stage = 0, free_stage = Config::kStages - 1;
   for (int tile = 0; tile < tiles; ++tile) {
     wait_for_async_copies<Config::kStages - 2>();
-    __syncthreads();  // stage `tile` is there for all threads, and all are done with the stage that is refilled next
-    const int next = tile + Config::kStages - 1;
-    if (next < tiles) {
-      loader.load(next, next % Config::kStages);
+    __syncthreads();  // stage `stage` is there for all threads, and all are done with the one that is refilled next
+    if (tile + Config::kStages - 1 < tiles) {
+      loader.load(free_stage);
     } else {
       commit_async_copies();
     }
-    multiply_stage<Config>(sum, pipeline + tile % Config::kStages * Config::kStageBytes, warp_row, warp_column);
+    multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place);
+    free_stage = stage;
+    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
   }
   wait_for_async_copies<0>();
   __syncthreads();  // the pipeline's memory becomes the output tile
 
-  if (args.act == Act::kSilu) {
-    finish_tile<Config, true>(sum, affine, shared, warp_row, warp_column);
+  if (silu) {
+    epilogue<Config, true>(args, sum, affine, out, place, first_pixel, first_channel);
   } else {
-    finish_tile<Config, false>(sum, affine, shared, warp_row, warp_column);
+    epilogue<Config, false>(args, sum, affine, out, place, first_pixel, first_channel);
   }
-  __syncthreads();
-  write_tile<Config>(args, shared, first_pixel, first_channel);
 #endif
 }
 
@@ -361,6 +524,10 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   if (span >= int64_t(1) << 31 || plane + Config::kPixels >= int64_t(1) << 31) {
     fail("implicit_gemm: ", s.batch, "x", s.in_h, "x", s.in_w, " with image stride ", a.x_strides.n,
          " exceeds 32-bit offsets inside a tile; the tile menu sends such shapes to direct");
+  }
+  if (s.kernel_h > kMaxGemmKernel || s.kernel_w > kMaxGemmKernel) {
+    fail("implicit_gemm: kernel ", s.kernel_h, "x", s.kernel_w, " is larger than ", kMaxGemmKernel,
+         "; the tile menu sends it to direct");
   }
   const int chunks_per_tap = ceil_div(s.in_channels, Config::kLanes);
   GemmArgs g;
@@ -379,8 +546,9 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   g.pixels = s.out_pixels();
   g.out_channels = s.out_channels;
   g.in_channels = s.in_channels;
-  g.chunks_per_tap = chunks_per_tap;
   g.chunks = chunks_per_tap * s.kernel_h * s.kernel_w;
+  g.kernel_h = s.kernel_h;
+  g.kernel_w = s.kernel_w;
   g.in_h = s.in_h;
   g.in_w = s.in_w;
   g.stride_h = s.stride_h;
@@ -389,45 +557,34 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   g.pad_w = s.pad_w;
   g.dilation_h = s.dilation_h;
   g.dilation_w = s.dilation_w;
-  g.channel_tiles = channel_tiles;
   g.by_chunks_per_tap = FastDivide(chunks_per_tap);
   g.by_kernel_w = FastDivide(s.kernel_w);
   g.by_out_w = FastDivide(s.out_w);
   g.by_out_h = FastDivide(s.out_h);
   g.by_channel_tiles = FastDivide(channel_tiles);
 
-  const auto kernel = implicit_gemm_kernel<Config>;
-  allow_shared_bytes(kernel, Config::kSharedBytes);
+  const int shared_bytes = Config::shared_bytes(ceil_div(g.chunks, Config::kChunks));
+  allow_shared_bytes(implicit_gemm_kernel<Config>, shared_bytes);
   const unsigned int blocks = checked_grid(pixel_tiles * channel_tiles, "implicit_gemm");
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(g);
-  check_launch("implicit_gemm");
+  launch_dependent<implicit_gemm_kernel<Config>>("implicit_gemm", blocks, Config::kThreads, shared_bytes, stream, g);
 }
 
-template <class T>
-void choose(const ConvArgs& args, const GemmTile& t, cudaStream_t stream) {
-  const auto is = [&](int pixels, int channels, int chunks, int stages) {
-    return t.pixels == pixels && t.channels == channels && t.chunks == chunks && t.stages == stages;
-  };
-  if (is(128, 128, 8, 3)) return launch<GemmConfig<T, 128, 128, 8, 3, 2, 4>>(args, stream);
-  if (is(128, 128, 4, 4)) return launch<GemmConfig<T, 128, 128, 4, 4, 2, 4>>(args, stream);
-  if (is(128, 64, 8, 3)) return launch<GemmConfig<T, 128, 64, 8, 3, 4, 2>>(args, stream);
-  if (is(128, 64, 4, 4)) return launch<GemmConfig<T, 128, 64, 4, 4, 4, 2>>(args, stream);
-  if (is(128, 32, 4, 4)) return launch<GemmConfig<T, 128, 32, 4, 4, 4, 1>>(args, stream);
-  if (is(128, 16, 4, 4)) return launch<GemmConfig<T, 128, 16, 4, 4, 4, 1>>(args, stream);
-  if (is(64, 64, 8, 3)) return launch<GemmConfig<T, 64, 64, 8, 3, 2, 2>>(args, stream);
-  if (is(64, 32, 4, 4)) return launch<GemmConfig<T, 64, 32, 4, 4, 4, 1>>(args, stream);
-  if (is(64, 16, 4, 4)) return launch<GemmConfig<T, 64, 16, 4, 4, 4, 1>>(args, stream);
-  fail("implicit_gemm: no kernel for tile ", t.pixels, "x", t.channels, "x", t.chunks, "x", t.stages);
+template <class T, size_t... kIndex>
+void choose(const ConvArgs& args, const GemmTile& tile, cudaStream_t stream, std::index_sequence<kIndex...>) {
+  const bool found =
+      ((tile == kGemmTiles[kIndex] && (launch<GemmConfig<T, kGemmTiles[kIndex]>>(args, stream), true)) || ...);
+  if (!found) fail("implicit_gemm: no kernel for tile ", tile.pixels, "x", tile.channels, "x", tile.chunks);
 }
 
 }  // namespace
 
 void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cudaStream_t stream) {
   if (args.shape.groups != 1) fail("implicit_gemm: groups=", args.shape.groups, ", only 1 is dense");
+  constexpr std::make_index_sequence<std::size(kGemmTiles)> tiles;
   switch (dtype) {
-    case DType::kFloat16: return choose<__half>(args, tile, stream);
-    case DType::kBFloat16: return choose<__nv_bfloat16>(args, tile, stream);
-    case DType::kFloat32: return choose<float>(args, tile, stream);
+    case DType::kFloat16: return choose<__half>(args, tile, stream, tiles);
+    case DType::kBFloat16: return choose<__nv_bfloat16>(args, tile, stream, tiles);
+    case DType::kFloat32: return choose<float>(args, tile, stream, tiles);
     default: fail("implicit_gemm: no tensor-core kernel for ", name_of(dtype));
   }
 }
