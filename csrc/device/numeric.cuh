@@ -134,15 +134,6 @@ __device__ __forceinline__ Acc activate(Acc u, Act act) {
   return act == Act::kSilu ? u * sigmoid<kFastSigmoid<T>>(u) : u;
 }
 
-// silu(u) = h + h tanh(h) with h = u / 2: one special function and two multiply-adds, where exp and reciprocal would be
-// two and four. tanh.approx errs by 2^-11 of its value, so the result by |u| 2^-12 at most: half a unit in the last
-// place of u as half.
-__device__ __forceinline__ float silu_of_half(float h) {
-  float t;
-  asm("tanh.approx.f32 %0, %1;\n" : "=f"(t) : "f"(h));
-  return fmaf(h, t, h);
-}
-
 // d act(u) / du
 template <class T, class Acc>
 __device__ __forceinline__ Acc activate_gradient(Acc u, Act act) {

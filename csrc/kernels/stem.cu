@@ -90,6 +90,7 @@ struct StemArgs {
   Affine affine;
   Act act;
   int in_channels, in_h, in_w, out_channels, out_h, out_w;
+  int64_t y_stride;
   int stride_h, stride_w, pad_h, pad_w;
   int groups;  // of kGroupChannels output channels
   int tiles;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile&
                                                int channel, const float (&values)[Config::kLaneChannels]) {
   using T = typename Config::T;
   constexpr int kCount = Config::kLaneChannels;
-  T* y = static_cast<T*>(args.y) + pixel * args.out_channels + channel;
+  T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
   const Lanes<T, kCount> lanes = narrow<T>(values);
   if constexpr (Config::kFast) {
     if (channel < args.out_channels) store_lanes(y, lanes);
@@ -473,6 +474,7 @@ void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cud
   s.in_h = shape.in_h;
   s.in_w = shape.in_w;
   s.out_channels = shape.out_channels;
+  s.y_stride = a.y_stride;
   s.out_h = shape.out_h;
   s.out_w = shape.out_w;
   s.stride_h = shape.stride_h;
