@@ -50,7 +50,9 @@ def test_half_convolutions_of_the_models_run_on_tensor_cores_or_depthwise(dtype,
     for case in shapes():
         family, target, tile = kernel(case, dtype, capability)
         assert tile
-        assert family == ("depthwise" if case.groups > 1 else "stem" if case.ci == 3 else "implicit_gemm"), case
+        assert family == ("depthwise" if case.groups > 1 else "stem" if case.ci == 3 else "implicit_gemm"), (
+            case
+        )
         targets.add(target if family == "implicit_gemm" else "")
     # Small layers stay with sm80 on 9.0 too. A library that was not built for 9.0a has no kernel for sm90.
     sm90 = {"sm90"} if capability == 90 and "9.0a" in ops.LIBRARY.arch_list else set()
@@ -102,7 +104,9 @@ def test_stems():
         replace(case, ci=5), replace(case, stride=(3, 3)), replace(case, dilation=(2, 2)), replace(case, co=520),
         replace(case, kernel=(6, 6)), replace(case, ci=4, groups=2),
     ):  # fmt: skip
-        assert kernel(other, torch.float16, 80)[0] == ("direct" if other.groups > 1 else "implicit_gemm"), other
+        assert kernel(other, torch.float16, 80)[0] == ("direct" if other.groups > 1 else "implicit_gemm"), (
+            other
+        )
 
 
 def test_forced_targets(monkeypatch):
