@@ -78,8 +78,9 @@ def test_depthwise_runs_on_tensor_cores_with_stride_1_and_whole_chunks(target, m
         monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
 
     def depthwise(channels: int, size: int, stride: int = 1) -> cases.Case:
+        pad = size // 2
         return cases.Case(
-            "depthwise", channels, channels, 20, 20, (size, size), (stride, stride), (size // 2, size // 2), groups=channels
+            "dw", channels, channels, 20, 20, (size, size), (stride, stride), (pad, pad), groups=channels
         )
 
     for dtype in HALF:

@@ -53,6 +53,9 @@ struct MmaTile {
   static constexpr int kHalfSkewBytes = 64;
   static constexpr int kInputBytes = kChannels * kChannelBytes + kHalfSkewBytes;
 
+  // Pairs of pixels that a thread has on their way: all that it loads of 5 x 3 units.
+  static constexpr int kInFlight = ceil_div((3 * kRows + kKernel - 1) * 24, kThreads / 2);
+
   // Outputs in shared memory, in words of two channels: [half of the channels][column % 2][row][unit][column / 2][4 + 1].
   // The odd pitch spreads a warp's stores over all banks, the skews its loads.
   static constexpr int kPixelWords = 5;
@@ -63,7 +66,6 @@ struct MmaTile {
   // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
   static constexpr int kPairs = kKernel + 2;
   static constexpr int kTapWords = kChannels * kKernel * kPairs;
-  static constexpr int kTapsPerThread = ceil_div(kTapWords, kThreads);
 
   static constexpr int kTapsOffset = std::max(kInputBytes, kOutputBytes);
   static constexpr int kAffineOffset = kTapsOffset + kTapWords * 4;
@@ -79,7 +81,8 @@ struct Tiling {
   int unit_cols, unit_rows;  // units of a block
   int segment_pad;
   int tiles_w, tiles_h, chunks;
-  FastDivide row_pairs;  // pairs of pixels of a row in shared memory
+  FastDivide by_unit_cols, by_tiles_w, by_tiles_h, by_chunks;
+  FastDivide by_row_pairs;  // pairs of pixels of a row in shared memory
 };
 
 struct BlockPosition {
@@ -88,48 +91,42 @@ struct BlockPosition {
 };
 
 __device__ __forceinline__ BlockPosition block_position(const ConvShape& s, const Tiling& g, int unit_rows) {
-  int block = blockIdx.x;
   BlockPosition at;
-  at.channel = block % g.chunks * kChannels;
-  block /= g.chunks;
-  at.column = block % g.tiles_w * (g.unit_cols * kUnitCols);
-  block /= g.tiles_w;
-  at.row = block % g.tiles_h * (g.unit_rows * unit_rows);
-  at.n = block / g.tiles_h;
+  int block = blockIdx.x;
+  g.by_chunks.divide(block, block, at.channel);
+  g.by_tiles_w.divide(block, block, at.column);
+  g.by_tiles_h.divide(block, at.n, at.row);
+  at.channel *= kChannels;
+  at.column *= g.unit_cols * kUnitCols;
+  at.row *= g.unit_rows * unit_rows;
   at.channels = min(kChannels, s.out_channels - at.channel);
   return at;
 }
 
-// Bits of the taps of one thread's words in the table, on their way.
+// The table of pairs of taps.
 template <class Tile>
-struct TapPairs {
-  uint16_t left[Tile::kTapsPerThread], right[Tile::kTapsPerThread];
-};
-
-template <class Tile>
-__device__ __forceinline__ TapPairs<Tile> load_taps(const ConvArgs& a, const BlockPosition& at) {
-  TapPairs<Tile> taps;
+__device__ __forceinline__ void fill_taps(const ConvArgs& a, const BlockPosition& at, uint32_t* table) {
   const uint16_t* const weight = static_cast<const uint16_t*>(a.weight);
 #pragma unroll
-  for (int i = 0; i < Tile::kTapsPerThread; ++i) {
+  for (int i = 0; i < ceil_div(Tile::kTapWords, kThreads); ++i) {
     const int word = static_cast<int>(threadIdx.x) + i * kThreads;
     const int s = word % Tile::kPairs, r = word / Tile::kPairs % Tile::kKernel;
     const int channel = word / (Tile::kPairs * Tile::kKernel);
     const bool valid = channel < at.channels;
-    const uint16_t* from = weight + (at.channel + channel) * a.weight_strides.n + r * a.weight_strides.h;
-    taps.left[i] = valid && s >= 1 && s <= Tile::kKernel ? from[(s - 1) * a.weight_strides.w] : 0;
-    taps.right[i] = valid && s < Tile::kKernel ? from[s * a.weight_strides.w] : 0;
+    const uint16_t* const from = weight + (at.channel + channel) * a.weight_strides.n + r * a.weight_strides.h;
+    const uint32_t left = valid && s >= 1 && s <= Tile::kKernel ? from[(s - 1) * a.weight_strides.w] : 0;
+    const uint32_t right = valid && s < Tile::kKernel ? from[s * a.weight_strides.w] : 0;
+    if (word < Tile::kTapWords) table[word] = left | right << 16;
   }
-  return taps;
 }
 
-template <class Tile>
-__device__ __forceinline__ void store_taps(const TapPairs<Tile>& taps, uint32_t* table) {
-#pragma unroll
-  for (int i = 0; i < Tile::kTapsPerThread; ++i) {
-    const int word = static_cast<int>(threadIdx.x) + i * kThreads;
-    if (word < Tile::kTapWords) table[word] = taps.left[i] | static_cast<uint32_t>(taps.right[i]) << 16;
-  }
+// Scale and shift of each channel; silu_of_half takes half of its argument.
+__device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, float2* affine) {
+  const int thread = threadIdx.x;
+  if (thread >= at.channels) return;
+  const ScaleShift<float> folded = fold<float>(a.affine, at.channel + thread);
+  const float factor = a.act == Act::kSilu ? 0.5f : 1.0f;
+  affine[thread] = make_float2(folded.scale * factor, folded.shift * factor);
 }
 
 template <class Tile>
@@ -148,49 +145,84 @@ __device__ __forceinline__ void store_pixel_pair(unsigned char* to, const uint4&
   }
 }
 
+// 16 bytes, or zeros and no access to `from`: one predicated load, where the compiler would branch around it.
+__device__ __forceinline__ uint4 load_if(bool valid, const void* from) {
+  uint4 value = make_uint4(0, 0, 0, 0);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+      : "l"(from), "r"(static_cast<int>(valid))
+      : "memory");
+  return value;
+}
+
 // The rows of x that the block's outputs need, all columns of its units: zeros where B's rows reach behind the filter,
-// since what lay there before might be NaN.
+// since what lay there before might be NaN. A thread loads kInFlight pairs of pixels at a time, of 8 channels.
 template <class Tile>
-__device__ __forceinline__ void load_input(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
-                                           unsigned char* input) {
+class InputLoader {
+ public:
   using T = typename Tile::Element;
-  constexpr int kInFlight = 4;  // pairs of pixels: 128 bytes per thread
-  const int thread = threadIdx.x, half = thread % 2;
-  if (half * 8 >= at.channels) return;
-  const T* const image = static_cast<const T*>(a.x) + at.n * a.x_strides.n + at.channel + half * 8;
-  const int first_h = at.row - a.shape.pad_h, first_w = at.column - a.shape.pad_w;
-  const int columns = g.unit_cols * kUnitCols + Tile::kKernel - 1;
-  const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row) + Tile::kKernel - 1;
-  const int pairs = rows * static_cast<int>(g.row_pairs.divisor);
-  unsigned char* const to = input + channel_offset<Tile>(half * 8);
-  for (int first = thread / 2; first < pairs; first += kInFlight * (kThreads / 2)) {
-    uint4 pixels[kInFlight][2];
-    int offsets[kInFlight];
+
+  __device__ __forceinline__ InputLoader(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
+                                         unsigned char* input)
+      : args_(a), tiling_(g) {
+    const int thread = threadIdx.x, channel = thread % 2 * 8;
+    const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row) + Tile::kKernel - 1;
+    pair_ = thread / 2;
+    pairs_ = channel < at.channels ? rows * static_cast<int>(g.by_row_pairs.divisor) : 0;
+    image_ = static_cast<const T*>(a.x) + at.n * a.x_strides.n + at.channel + channel;
+    first_h_ = at.row - a.shape.pad_h;
+    first_w_ = at.column - a.shape.pad_w;
+    input_ = input + channel_offset<Tile>(channel);
+  }
+
+  __device__ __forceinline__ bool more() const { return pair_ < pairs_; }
+
+  __device__ __forceinline__ void issue() {
+    const int columns = tiling_.unit_cols * kUnitCols + Tile::kKernel - 1;
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int pair = first + i * (kThreads / 2);
+    for (int i = 0; i < Tile::kInFlight; ++i) {
       int row, column;
-      g.row_pairs.divide(pair, row, column);
-      offsets[i] = pair * 4 + row / Tile::kRows * g.segment_pad * 16;
-      const int h = first_h + row;
-      const bool inside = pair < pairs && static_cast<unsigned>(h) < static_cast<unsigned>(a.shape.in_h);
+      tiling_.by_row_pairs.divide(pair_ + i * kStep, row, column);
+      column *= 2;
+      const int h = first_h_ + row, w = first_w_ + column;
+      const bool inside =
+          pair_ + i * kStep < pairs_ && static_cast<unsigned>(h) < static_cast<unsigned>(args_.shape.in_h);
+      const T* const from = image_ + h * args_.x_strides.h + w * args_.x_strides.w;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int w = first_w + 2 * column + side;
-        const bool valid = inside && 2 * column + side < columns &&
-                           static_cast<unsigned>(w) < static_cast<unsigned>(a.shape.in_w);
-        const T* from = image + h * a.x_strides.h + w * a.x_strides.w;
-        pixels[i][side] = valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (first + i * (kThreads / 2) < pairs) {
-        store_pixel_pair<Tile>(to + offsets[i], pixels[i][0], pixels[i][1]);
+        const bool valid = inside && column + side < columns &&
+                           static_cast<unsigned>(w + side) < static_cast<unsigned>(args_.shape.in_w);
+        pixels_[i][side] = load_if(valid, from + side * args_.x_strides.w);
       }
     }
   }
-}
+
+  // Stores what issue() loaded, and goes on to the next.
+  __device__ __forceinline__ void store() {
+#pragma unroll
+    for (int i = 0; i < Tile::kInFlight; ++i, pair_ += kStep) {
+      if (pair_ >= pairs_) continue;
+      const int segment = tiling_.by_row_pairs.divide(pair_) / Tile::kRows;
+      store_pixel_pair<Tile>(input_ + pair_ * 4 + segment * tiling_.segment_pad * 16, pixels_[i][0], pixels_[i][1]);
+    }
+  }
+
+ private:
+  static constexpr int kStep = kThreads / 2;
+
+  const ConvArgs& args_;
+  const Tiling& tiling_;
+  const T* image_;
+  unsigned char* input_;
+  int first_h_, first_w_;
+  int pair_, pairs_;
+  uint4 pixels_[Tile::kInFlight][2];
+};
 
 template <class Tile>
 using UnitSums = float[Tile::kRows][4];
@@ -303,7 +335,8 @@ struct StorePosition {
 template <class Tile>
 __device__ __forceinline__ StorePosition store_position(const ConvShape& s, const Tiling& g, const BlockPosition& at) {
   const int thread = threadIdx.x, unit = thread / 16;
-  const int unit_row = unit / g.unit_cols, unit_col = unit - unit_row * g.unit_cols;
+  int unit_row, unit_col;
+  g.by_unit_cols.divide(unit, unit_row, unit_col);
   StorePosition to;
   to.row = at.row + unit_row * Tile::kRows;
   to.column = at.column + unit_col * kUnitCols + thread / 2 % kUnitCols;
@@ -338,11 +371,10 @@ __device__ __forceinline__ void store_output(const ConvArgs& a, const BlockPosit
   const int64_t row_step = int64_t(a.shape.out_w) * a.shape.out_channels;
 #pragma unroll
   for (int p = 0; p < Tile::kRows; ++p) {
-    if (p >= to.rows) return;
     const uint32_t* const words = from + p * kUnits * (kUnitCols / 2) * Tile::kPixelWords;
     uint4 value = make_uint4(words[0], words[1], words[2], words[3]);
     if constexpr (kResidual) value = add_rounded<T>(value, added[p]);
-    *reinterpret_cast<uint4*>(y + p * row_step) = value;
+    if (p < to.rows) *reinterpret_cast<uint4*>(y + p * row_step) = value;
   }
 }
 
@@ -352,7 +384,8 @@ __device__ __forceinline__ int unit_offset(const Tiling& g) {
   const int lane = threadIdx.x % 32, units = g.unit_cols * g.unit_rows;
   int unit = lane % 16;
   if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
-  const int unit_row = unit / g.unit_cols, unit_col = unit - unit_row * g.unit_cols;
+  int unit_row, unit_col;
+  g.by_unit_cols.divide(unit, unit_row, unit_col);
   return (unit_row * (Tile::kRows * (g.unit_cols + 1) + g.segment_pad) + unit_col + lane / 16) * 16;
 }
 
@@ -367,13 +400,14 @@ __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kerne
   let_later_kernels_start();
   wait_for_earlier_kernels();
 
-  const TapPairs<Tile> taps = load_taps<Tile>(a, at);  // stored after x: both are on their way together
-  load_input<Tile>(a, g, at, shared);
-  store_taps<Tile>(taps, table);
-  if (thread < at.channels) {
-    const ScaleShift<float> folded = fold<float>(a.affine, at.channel + thread);
-    const float factor = a.act == Act::kSilu ? 0.5f : 1.0f;  // silu_of_half takes half of its argument
-    affine[thread] = make_float2(folded.scale * factor, folded.shift * factor);
+  InputLoader<Tile> loader(a, g, at, shared);
+  loader.issue();
+  fill_taps<Tile>(a, at, table);  // while x is on its way
+  fill_affine(a, at, affine);
+  loader.store();
+  while (loader.more()) {
+    loader.issue();
+    loader.store();
   }
   __syncthreads();
 
@@ -414,7 +448,6 @@ int block_cost(const Tiling& g) {
 
 int64_t block_count(const ConvShape& s, const Tiling& g) { return int64_t(s.batch) * g.tiles_h * g.tiles_w * g.chunks; }
 
-template <class Tile>
 struct Candidate {
   Tiling tiling;
   int64_t cost;
@@ -423,8 +456,8 @@ struct Candidate {
 // The cheapest arrangement of units. Few blocks cost as much as one per multiprocessor, so that small maps take the
 // smallest tiles that fit in one round.
 template <class Tile>
-Candidate<Tile> cheapest(const ConvShape& s, int multiprocessors) {
-  Candidate<Tile> best = {{}, INT64_MAX};
+Candidate cheapest(const ConvShape& s, int multiprocessors) {
+  Candidate best = {{}, INT64_MAX};
   const int all_cols = ceil_div(s.out_w, kUnitCols), all_rows = ceil_div(s.out_h, Tile::kRows);
   for (int unit_cols = 1; unit_cols <= std::min(5, all_cols); ++unit_cols) {
     for (int unit_rows = std::min(kUnits / unit_cols, all_rows); unit_rows >= 1; unit_rows /= 2) {
@@ -441,16 +474,20 @@ Candidate<Tile> cheapest(const ConvShape& s, int multiprocessors) {
       if (cost < best.cost) best = {g, cost};
     }
   }
-  best.tiling.row_pairs = FastDivide((best.tiling.unit_cols + 1) * kUnitCols / 2);
+  Tiling& g = best.tiling;
+  g.by_unit_cols = FastDivide(g.unit_cols);
+  g.by_tiles_w = FastDivide(g.tiles_w);
+  g.by_tiles_h = FastDivide(g.tiles_h);
+  g.by_chunks = FastDivide(g.chunks);
+  g.by_row_pairs = FastDivide((g.unit_cols + 1) * kUnitCols / 2);
   return best;
 }
 
 template <class Tile>
 void launch(const ConvArgs& a, const Tiling& g, cudaStream_t stream) {
   allow_shared_bytes(depthwise_mma_kernel<Tile>, Tile::kSharedBytes);
-  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma",
-                                               checked_grid(block_count(a.shape, g), "depthwise_mma"), kThreads,
-                                               Tile::kSharedBytes, stream, a, g);
+  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma", checked_grid(block_count(a.shape, g), "depthwise_mma"),
+                                               kThreads, Tile::kSharedBytes, stream, a, g);
 }
 
 // 7 rows: 2 x 21 are 40 and 1 x 21 are 20, but a map 20 wide has 3 columns of units, of which 5 rows of 4 fill 15 of 16.
@@ -459,8 +496,8 @@ void launch_kernel_size(const ConvArgs& a, cudaStream_t stream) {
   using Tall = MmaTile<T, kKernel, 7>;
   using Low = MmaTile<T, kKernel, 4>;
   const int multiprocessors = multiprocessor_count();
-  const Candidate<Tall> tall = cheapest<Tall>(a.shape, multiprocessors);
-  const Candidate<Low> low = cheapest<Low>(a.shape, multiprocessors);
+  const Candidate tall = cheapest<Tall>(a.shape, multiprocessors);
+  const Candidate low = cheapest<Low>(a.shape, multiprocessors);
   if (tall.cost <= low.cost) return launch<Tall>(a, tall.tiling, stream);
   launch<Low>(a, low.tiling, stream);
 }
