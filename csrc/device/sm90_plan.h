@@ -24,6 +24,7 @@ struct Sm90Plan {
   bool resident = false;  // weights of the tile's channels stay in shared memory
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
+  double cycles = 0;  // estimated, of a multiprocessor, without the set-up
 };
 
 constexpr int kSm90Channels[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};

@@ -166,13 +166,10 @@ Sm90Plan best_plan(const ConvShape& s) {
       s.stride_w > 8 || !fits_taps(s) || s.out_pixels() >= kLongest || s.in_pixels() >= kLongest) {
     return best;
   }
-  double least = 0;
   const auto consider = [&](Sm90Plan plan) {
     if (!choose_stages(s, plan)) return;
-    const double cycles = estimate(s, plan);
-    if (best.channels != 0 && cycles >= least) return;
-    least = cycles;
-    best = plan;
+    plan.cycles = estimate(s, plan);
+    if (best.channels == 0 || plan.cycles < best.cycles) best = plan;
   };
   Sm90Plan plan;
   plan.row_bytes = row_bytes_of(s);

@@ -102,12 +102,15 @@ bool has_sm90_kernels() {
   return built;
 }
 
-// Whether the sm80 kernel serves a convolution on 9.0 too: where it is through before the sm90 kernel would be. That
-// one needs 1 to 2 us (1750 to 3500 cycles) for its barriers, tensor maps and 200 KB of shared memory; afterwards its products
-// take half of the time. So it is behind up to about this many cycles, which are most layers of one image.
-bool is_small(const ConvShape& s, DType dtype) {
-  constexpr double kSm90WorthCycles = 4000;
-  return gemm_cycles(s, dtype, choose_gemm_tile(s, dtype)) < kSm90WorthCycles;
+// Whether the sm80 kernel serves a convolution on 9.0 too: most layers of one image. Its tiles are smaller than the 64
+// pixels of wgmma and its blocks share a reduction among warps, so that it fills the multiprocessors and has the shorter
+// chain; and it lacks the sm90 kernel's barriers, tensor maps and 200 KB of shared memory, 1 to 2 us to set up, which are
+// left out here as a margin, because gemm_cycles() is not fitted. Above 4 us (7000 cycles) x and y outgrow L2, which
+// gemm_cycles() takes for granted.
+bool is_small(const ConvShape& s, DType dtype, const Sm90Plan& plan) {
+  constexpr double kMostCycles = 7000;
+  const double cycles = gemm_cycles(s, dtype, choose_gemm_tile(s, dtype));
+  return cycles < kMostCycles && cycles < plan.cycles;
 }
 
 void print_once(const MenuQuery& query, const KernelChoice& choice) {
@@ -157,11 +160,10 @@ KernelChoice choose(const MenuQuery& query) {
   if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {Family::kStem, {}, {}};
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
-  const bool sm90 = s.groups == 1 && half && query.capability == kSm90Capability && has_sm90_kernels() &&
-                    target != "sm80" && (target == "sm90" || !is_small(s, query.dtype));
-  if (sm90) {
+  if (s.groups == 1 && half && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
     const Sm90Plan plan = plan_sm90(s);
-    if (plan.channels != 0) return {Family::kImplicitGemmSm90, {}, plan};
+    const bool small = target.empty() && fits_implicit_gemm(s) && is_small(s, query.dtype, plan);
+    if (plan.channels != 0 && !small) return {Family::kImplicitGemmSm90, {}, plan};
   }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s)) {
     const GemmTile tile = choose_gemm_tile(s, query.dtype);
