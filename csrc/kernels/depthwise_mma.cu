@@ -20,8 +20,8 @@
 // Three or four blocks per multiprocessor hide each other's loads. No access to shared memory has bank conflicts but
 // for stores of x across a segment's end (see Tiling).
 //
-// Zeros of B meet inputs that an output does not depend on: an infinite or NaN input makes NaN of the up to 8 outputs of
-// its unit's row, not only of those under the filter.
+// Zeros of B meet inputs that an output does not depend on, and zero times an infinite or NaN input is NaN: sums that
+// came out NaN are added up again, from the inputs under the filter only (repair).
 #include <algorithm>
 
 #include "device/dependent_launch.cuh"
@@ -224,6 +224,34 @@ class InputLoader {
   uint4 pixels_[Tile::kInFlight][2];
 };
 
+__device__ __forceinline__ int row_bytes(const Tiling& g) { return (g.unit_cols + 1) * 16; }
+__device__ __forceinline__ int pad_bytes(const Tiling& g) { return g.segment_pad * 16; }
+
+// Where the first row of a unit begins in a channel.
+template <class Tile>
+__device__ __forceinline__ int unit_offset(const Tiling& g, int unit) {
+  const int units = g.unit_cols * g.unit_rows;
+  if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
+  int unit_row, unit_col;
+  g.by_unit_cols.divide(unit, unit_row, unit_col);
+  return unit_row * (Tile::kRows * row_bytes(g) + pad_bytes(g)) + unit_col * 16;
+}
+
+// Zeros to the rows under the image that units reach into. What lay there before might be NaN: no output depends on it,
+// but sums would be repaired for it.
+template <class Tile>
+__device__ __forceinline__ void clear_rows_below(const ConvShape& s, const Tiling& g, const BlockPosition& at,
+                                                 unsigned char* input) {
+  const int all_rows = g.unit_rows * Tile::kRows, rows = s.out_h - at.row;
+  const int chunks = g.unit_cols + 1, count = (all_rows - rows) * chunks;
+  const int channel = threadIdx.x % kChannels;
+  for (int i = threadIdx.x / kChannels; i < count; i += kThreads / kChannels) {
+    const int row = rows + Tile::kKernel - 1 + i / chunks;
+    const int chunk = row * chunks + row / Tile::kRows * g.segment_pad + i % chunks;
+    *reinterpret_cast<uint4*>(input + channel_offset<Tile>(channel) + chunk * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 template <class Tile>
 using UnitSums = float[Tile::kRows][4];
 
@@ -244,7 +272,6 @@ __device__ __forceinline__ void load_bands(uint32_t (&bands)[Tile::kKernel][2], 
 template <class Tile>
 __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, const Tiling& g, const uint32_t* table) {
   constexpr int kInRows = Tile::kRows + Tile::kKernel - 1;
-  const int row_bytes = (g.unit_cols + 1) * 16, pad_bytes = g.segment_pad * 16;
   uint32_t bands[Tile::kKernel][2];
   load_bands<Tile>(bands, table);
 #pragma unroll
@@ -254,7 +281,7 @@ __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, co
 #pragma unroll
   for (int i = 0; i < kInRows; ++i) {
     if (i + 1 < kInRows) {  // the next row is on its way while this one is multiplied
-      rows += row_bytes + ((i + 1) % Tile::kRows == 0 ? pad_bytes : 0);
+      rows += row_bytes(g) + ((i + 1) % Tile::kRows == 0 ? pad_bytes(g) : 0);
       load_matrices(x[(i + 1) % 2], rows);
     }
 #pragma unroll
@@ -263,6 +290,54 @@ __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, co
       if (p < 0 || p >= Tile::kRows) continue;
       multiply_add<typename Tile::Element>(sums[p], x[i % 2], bands[r][0], bands[r][1]);
     }
+  }
+}
+
+// Whether a sum of any lane may be NaN: infinite ones of both signs count too. The same answer in all lanes.
+template <class Tile>
+__device__ __forceinline__ bool any_nan(const UnitSums<Tile>& sums) {
+  float all = 0.0f;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) all += sums[p][e];
+  }
+  return __any_sync(0xffffffff, all != all);
+}
+
+// Replaces NaN among the sums of the channel whose inputs begin at `input`. Works on a copy with rolled loops: indexing
+// `sums` itself would move it to local memory for good.
+template <class Tile>
+__device__ __forceinline__ void repair(UnitSums<Tile>& sums, const unsigned char* input, const Tiling& g,
+                                       const uint32_t* table) {
+  using T = typename Tile::Element;
+  const int lane = threadIdx.x % 32;
+  UnitSums<Tile> copy;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) copy[p][e] = sums[p][e];
+  }
+#pragma unroll 1
+  for (int i = 0; i < Tile::kRows * 4; ++i) {
+    const int p = i / 4, e = i % 4;
+    if (copy[p][e] == copy[p][e]) continue;
+    const unsigned char* const unit = input + unit_offset<Tile>(g, lane / 4 + e / 2 * 8);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int tap = 0; tap < Tile::kKernel * Tile::kKernel; ++tap) {
+      const int r = tap / Tile::kKernel, s = tap % Tile::kKernel, row = p + r;
+      const unsigned char* const from = unit + row * row_bytes(g) + row / Tile::kRows * pad_bytes(g);
+      const T* const x = reinterpret_cast<const T*>(from) + lane % 4 * 2 + e % 2 + s;
+      const T* const w = reinterpret_cast<const T*>(table + r * Tile::kPairs + s) + 1;
+      sum = fmaf(convert<float>(*x), convert<float>(*w), sum);
+    }
+    copy[p][e] = sum;
+  }
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[p][e] = copy[p][e];
   }
 }
 
@@ -378,17 +453,6 @@ __device__ __forceinline__ void store_output(const ConvArgs& a, const BlockPosit
   }
 }
 
-// The address that this lane gives ldmatrix for the first row of its unit: lanes 0-15 columns 0-7, 16-31 columns 8-15.
-template <class Tile>
-__device__ __forceinline__ int unit_offset(const Tiling& g) {
-  const int lane = threadIdx.x % 32, units = g.unit_cols * g.unit_rows;
-  int unit = lane % 16;
-  if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
-  int unit_row, unit_col;
-  g.by_unit_cols.divide(unit, unit_row, unit_col);
-  return (unit_row * (Tile::kRows * (g.unit_cols + 1) + g.segment_pad) + unit_col + lane / 16) * 16;
-}
-
 template <class Tile>
 __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -404,6 +468,7 @@ __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kerne
   loader.issue();
   fill_taps<Tile>(a, at, table);  // while x is on its way
   fill_affine(a, at, affine);
+  clear_rows_below<Tile>(a.shape, g, at, shared);
   loader.store();
   while (loader.more()) {
     loader.issue();
@@ -413,12 +478,16 @@ __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kerne
 
   UnitResults<Tile> results[2];
   if (2 * warp < at.channels) {
-    const uint32_t rows = shared_address(shared) + unit_offset<Tile>(g);
+    // Lanes 0-15 give ldmatrix columns 0-7 of a unit, 16-31 columns 8-15.
+    const int lane = thread % 32, first_row = unit_offset<Tile>(g, lane % 16) + lane / 16 * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int channel = 2 * warp + i;
+      const unsigned char* const input = shared + channel_offset<Tile>(channel);
+      const uint32_t* const taps = table + channel * Tile::kKernel * Tile::kPairs;
       UnitSums<Tile> sums;
-      convolve<Tile>(sums, rows + channel_offset<Tile>(channel), g, table + channel * Tile::kKernel * Tile::kPairs);
+      convolve<Tile>(sums, shared_address(input) + first_row, g, taps);
+      if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, taps);
       finish<Tile>(results[i], sums, affine[channel].x, affine[channel].y, a.act);
     }
   }
