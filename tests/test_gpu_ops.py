@@ -188,6 +188,58 @@ def test_more_values_than_32_bits_count(cuda):
         del y, alone
 
 
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            cases.Case(
+                f"depthwise {k}x{k}",
+                24,
+                24,
+                23,
+                41,
+                (k, k),
+                padding=(k // 2, k // 2),
+                groups=24,
+                act="identity",
+            )
+            for k in (3, 5, 7)
+        ),
+        cases.Case("pointwise", 64, 48, 23, 41, act="identity"),
+        cases.Case("dense", 64, 48, 23, 41, (3, 3), padding=(1, 1), act="identity"),
+        cases.Case("stem", 3, 16, 64, 96, (3, 3), (2, 2), (1, 1), act="identity"),
+        cases.Case("stem", 3, 16, 64, 96, (3, 3), (2, 2), (1, 1)),
+    ],
+    ids=lambda case: f"{case.name} {case.act}",
+)
+def test_infinite_and_nan_inputs_reach_no_further_than_in_stock(cuda, case, precision):
+    """Kernels that multiply by zeros of their own would make NaN of outputs that do not depend on the value."""
+    case = replace(case, bn=False)
+    inputs = case.inputs(op_checks.PRECISIONS[precision], cuda)
+    # The middle, a corner, and columns on either side of a multiple of 8, 16 and 32, each in another channel.
+    bad = (float("nan"), float("inf"), float("-inf"))
+    places = [(11, 20), (0, 0), (case.h - 1, case.w - 1), (5, 7), (6, 8), (17, 15), (18, 32), (2, 31)]
+    for i, (h, w) in enumerate(places):
+        inputs.x[i % 2, 5 * i % case.ci, h, w] = bad[i % 3]
+    y = ops.conv_bn_act(**inputs.eval_arguments()).cpu()
+    # On the CPU, where no algorithm for float64 transforms its input.
+    truth = torch.nn.functional.conv2d(
+        inputs.x.double().cpu(),
+        inputs.weight.double().cpu(),
+        None,
+        case.stride,
+        case.padding,
+        groups=case.groups,
+    )
+    if case.act == "silu":
+        truth = torch.nn.functional.silu(truth)
+    assert 0 < (~truth.isfinite()).sum() < truth.numel()
+    for same in (torch.isnan, torch.isposinf, torch.isneginf):
+        differ = same(y) != same(truth)
+        assert not differ.any(), f"{same.__name__} differs at {differ.nonzero()[:8].tolist()}"
+
+
 def test_poison_reaches_what_an_op_allocates(cuda):
     """The check of the check: memory that an op gets holds NaN beforehand."""
     for numel in (64, 100_000, 5_000_000):

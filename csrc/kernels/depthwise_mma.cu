@@ -12,16 +12,18 @@
 // of sums. With rows of outputs along A instead, each product would need its own A: 4 cycles of shared memory apiece,
 // 28 per 128 outputs of a 7x7, which alone is the time that their bytes take in memory. Here it is 7.4.
 //
-// Steps of a block (16 channels, 16 units, 8 warps):
+// Steps of a block (32 channels, 16 units, 16 warps):
 //   1. x to shared memory as [channel][row][column]: two pixels of 8 channels in registers, paired by 8 PRMTs;
 //   2. each warp, for each of its two channels: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4,
-//      kRows * kKernel products; scale, shift and activation, rounded and kept in registers;
-//   3. through shared memory, over x, back to pixels of 16 channels, and 16 bytes a thread to y.
-// Three or four blocks per multiprocessor hide each other's loads. No access to shared memory has bank conflicts but
-// for stores of x across a segment's end (see Tiling).
+//      kRows * kKernel products; scale, shift and activation, rounded, and over the channel's x, which no other warp
+//      reads: output (row, column) of the tile where x had (row, column);
+//   3. back to pixels as in step 1, and 64 bytes of a pixel at a time to y.
+// Two blocks per multiprocessor hide each other's loads. Pixels of 32 channels, since memory is read in 64 bytes and
+// 32 at a time would have L1 look up twice as many lines. No access to shared memory has bank conflicts but for those
+// of steps 1 and 3 across a segment's end (see Tiling).
 //
-// Zeros of B meet inputs that an output does not depend on: an infinite or NaN input makes NaN of the up to 8 outputs of
-// its unit's row, not only of those under the filter.
+// Zeros of B meet inputs that an output does not depend on, and zero times an infinite or NaN input is NaN: sums that
+// came out NaN are added up again, from the inputs under the filter only (repair).
 #include <algorithm>
 
 #include "device/dependent_launch.cuh"
@@ -35,43 +37,37 @@
 namespace yolo12_fastconv {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kChannels = 2 * kWarps;  // of a block: a sector of memory per pixel
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kResident = 2;  // blocks per multiprocessor
+constexpr int kWarpChannels = 2, kChannels = kWarpChannels * kWarps;  // <= 32: a lane of a warp folds each
+constexpr int kGroups = kChannels / 8;  // a thread loads and stores 8 channels of a pixel
+constexpr int kPairStep = kThreads / kGroups;  // pairs of pixels that all threads load or store at once
 constexpr int kUnits = 16, kUnitCols = 8;
 
 template <class T, int kKernelSize, int kUnitRows>
 struct MmaTile {
   using Element = T;
   static constexpr int kKernel = kKernelSize, kRows = kUnitRows;
-  // 7 rows keep 28 sums, 14 words of B and 14 of the first channel's results.
-  static constexpr int kResident = kRows > 4 ? 3 : 4;
 
   // x in shared memory, in chunks of 16 bytes: room for 5 x 3 and 4 x 4 units, and for 3 x 5 of 4 rows.
-  static constexpr int kChannelChunks = (3 * kRows + kKernel - 1) * 6 + 24;
+  static constexpr int kChannelChunks = (3 * kRows + kKernel - 1) * 6 + (kRows > 4 ? 16 : 20);
   static constexpr int kChannelBytes = kChannelChunks * 16;
-  // Half a turn of the banks between the two 8-channel halves, which one warp stores at a time.
-  static constexpr int kHalfSkewBytes = 64;
-  static constexpr int kInputBytes = kChannels * kChannelBytes + kHalfSkewBytes;
+  // Spreads the groups of channels, which a warp accesses at a time, over the banks.
+  static constexpr int kGroupSkewBytes = 128 / kGroups;
+  static constexpr int kInputBytes = kChannels * kChannelBytes + kGroups * kGroupSkewBytes;
 
-  // Pairs of pixels that a thread has on their way: all that it loads of 5 x 3 units.
-  static constexpr int kInFlight = ceil_div((3 * kRows + kKernel - 1) * 24, kThreads / 2);
-
-  // Outputs in shared memory, in words of two channels: [half of the channels][column % 2][row][unit][column / 2][4 + 1].
-  // The odd pitch spreads a warp's stores over all banks, the skews its loads.
-  static constexpr int kPixelWords = 5;
-  static constexpr int kParityWords = kRows * kUnits * (kUnitCols / 2) * kPixelWords + 8;
-  static constexpr int kHalfWords = 2 * kParityWords;
-  static constexpr int kOutputBytes = 2 * kHalfWords * 4;
+  // Pairs of pixels that a thread has on their way: half of what it loads of 5 x 3 units.
+  static constexpr int kInFlight = ceil_div((3 * kRows + kKernel - 1) * 24, 2 * kPairStep);
 
   // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
   static constexpr int kPairs = kKernel + 2;
   static constexpr int kTapWords = kChannels * kKernel * kPairs;
 
-  static constexpr int kTapsOffset = std::max(kInputBytes, kOutputBytes);
+  static constexpr int kTapsOffset = kInputBytes;
   static constexpr int kAffineOffset = kTapsOffset + kTapWords * 4;
   static constexpr int kSharedBytes = kAffineOffset + kChannels * 2 * 4;
   static_assert(kKernel % 2 == 1 && kUnitCols + kKernel - 1 <= 16, "B has 16 rows");
-  static_assert(kParityWords % 32 == 8 && kHalfWords % 32 == 16);
+  static_assert(kSharedBytes <= 99 * 1024, "a block of 8.6 and 8.9 has no more");
 };
 
 // How the work is cut into blocks; block index = ((n * tiles_h + tile_h) * tiles_w + tile_w) * chunks + chunk.
@@ -103,35 +99,39 @@ __device__ __forceinline__ BlockPosition block_position(const ConvShape& s, cons
   return at;
 }
 
-// The table of pairs of taps.
+// The table of pairs of taps: a thread loads a filter row.
 template <class Tile>
 __device__ __forceinline__ void fill_taps(const ConvArgs& a, const BlockPosition& at, uint32_t* table) {
-  const uint16_t* const weight = static_cast<const uint16_t*>(a.weight);
+  constexpr int kKernel = Tile::kKernel;
+  static_assert(kChannels * kKernel <= kThreads - 32, "the last warp has the affine parameters");
+  const int thread = threadIdx.x, channel = thread / kKernel;
+  if (channel >= at.channels) return;
+  const uint16_t* const from = static_cast<const uint16_t*>(a.weight) + (at.channel + channel) * a.weight_strides.n +
+                               thread % kKernel * a.weight_strides.h;
+  uint32_t taps[kKernel];
 #pragma unroll
-  for (int i = 0; i < ceil_div(Tile::kTapWords, kThreads); ++i) {
-    const int word = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int s = word % Tile::kPairs, r = word / Tile::kPairs % Tile::kKernel;
-    const int channel = word / (Tile::kPairs * Tile::kKernel);
-    const bool valid = channel < at.channels;
-    const uint16_t* const from = weight + (at.channel + channel) * a.weight_strides.n + r * a.weight_strides.h;
-    const uint32_t left = valid && s >= 1 && s <= Tile::kKernel ? from[(s - 1) * a.weight_strides.w] : 0;
-    const uint32_t right = valid && s < Tile::kKernel ? from[s * a.weight_strides.w] : 0;
-    if (word < Tile::kTapWords) table[word] = left | right << 16;
-  }
+  for (int s = 0; s < kKernel; ++s) taps[s] = from[s * a.weight_strides.w];
+  uint32_t* const to = table + thread * Tile::kPairs;
+  to[0] = taps[0] << 16;
+#pragma unroll
+  for (int s = 1; s < kKernel; ++s) to[s] = taps[s - 1] | taps[s] << 16;
+  to[kKernel] = taps[kKernel - 1];
+  to[kKernel + 1] = 0;
 }
 
-// Scale and shift of each channel; silu_of_half takes half of its argument.
+// Scale and shift of each channel; silu_of_half takes half of its argument. By the last warp, which has no taps to wait
+// for.
 __device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, float2* affine) {
-  const int thread = threadIdx.x;
-  if (thread >= at.channels) return;
-  const ScaleShift<float> folded = fold<float>(a.affine, at.channel + thread);
+  const int channel = static_cast<int>(threadIdx.x) - (kThreads - 32);
+  if (channel < 0 || channel >= at.channels) return;
+  const ScaleShift<float> folded = fold<float>(a.affine, at.channel + channel);
   const float factor = a.act == Act::kSilu ? 0.5f : 1.0f;
-  affine[thread] = make_float2(folded.scale * factor, folded.shift * factor);
+  affine[channel] = make_float2(folded.scale * factor, folded.shift * factor);
 }
 
 template <class Tile>
 __device__ __forceinline__ int channel_offset(int channel) {
-  return channel * Tile::kChannelBytes + channel / 8 * Tile::kHalfSkewBytes;
+  return channel * Tile::kChannelBytes + channel / 8 * Tile::kGroupSkewBytes;
 }
 
 // Two pixels of 8 channels to 8 rows of the channels. `to` is the first one's.
@@ -170,9 +170,9 @@ class InputLoader {
   __device__ __forceinline__ InputLoader(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
                                          unsigned char* input)
       : args_(a), tiling_(g) {
-    const int thread = threadIdx.x, channel = thread % 2 * 8;
+    const int thread = threadIdx.x, channel = thread % kGroups * 8;
     const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row) + Tile::kKernel - 1;
-    pair_ = thread / 2;
+    pair_ = thread / kGroups;
     pairs_ = channel < at.channels ? rows * static_cast<int>(g.by_row_pairs.divisor) : 0;
     image_ = static_cast<const T*>(a.x) + at.n * a.x_strides.n + at.channel + channel;
     first_h_ = at.row - a.shape.pad_h;
@@ -187,11 +187,11 @@ class InputLoader {
 #pragma unroll
     for (int i = 0; i < Tile::kInFlight; ++i) {
       int row, column;
-      tiling_.by_row_pairs.divide(pair_ + i * kStep, row, column);
+      tiling_.by_row_pairs.divide(pair_ + i * kPairStep, row, column);
       column *= 2;
       const int h = first_h_ + row, w = first_w_ + column;
       const bool inside =
-          pair_ + i * kStep < pairs_ && static_cast<unsigned>(h) < static_cast<unsigned>(args_.shape.in_h);
+          pair_ + i * kPairStep < pairs_ && static_cast<unsigned>(h) < static_cast<unsigned>(args_.shape.in_h);
       const T* const from = image_ + h * args_.x_strides.h + w * args_.x_strides.w;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
@@ -205,7 +205,7 @@ class InputLoader {
   // Stores what issue() loaded, and goes on to the next.
   __device__ __forceinline__ void store() {
 #pragma unroll
-    for (int i = 0; i < Tile::kInFlight; ++i, pair_ += kStep) {
+    for (int i = 0; i < Tile::kInFlight; ++i, pair_ += kPairStep) {
       if (pair_ >= pairs_) continue;
       const int segment = tiling_.by_row_pairs.divide(pair_) / Tile::kRows;
       store_pixel_pair<Tile>(input_ + pair_ * 4 + segment * tiling_.segment_pad * 16, pixels_[i][0], pixels_[i][1]);
@@ -213,8 +213,6 @@ class InputLoader {
   }
 
  private:
-  static constexpr int kStep = kThreads / 2;
-
   const ConvArgs& args_;
   const Tiling& tiling_;
   const T* image_;
@@ -223,6 +221,34 @@ class InputLoader {
   int pair_, pairs_;
   uint4 pixels_[Tile::kInFlight][2];
 };
+
+__device__ __forceinline__ int row_bytes(const Tiling& g) { return (g.unit_cols + 1) * 16; }
+__device__ __forceinline__ int pad_bytes(const Tiling& g) { return g.segment_pad * 16; }
+
+// Where the first row of a unit begins in a channel.
+template <class Tile>
+__device__ __forceinline__ int unit_offset(const Tiling& g, int unit) {
+  const int units = g.unit_cols * g.unit_rows;
+  if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
+  int unit_row, unit_col;
+  g.by_unit_cols.divide(unit, unit_row, unit_col);
+  return unit_row * (Tile::kRows * row_bytes(g) + pad_bytes(g)) + unit_col * 16;
+}
+
+// Zeros to the rows under the image that units reach into. What lay there before might be NaN: no output depends on it,
+// but sums would be repaired for it.
+template <class Tile>
+__device__ __forceinline__ void clear_rows_below(const ConvShape& s, const Tiling& g, const BlockPosition& at,
+                                                 unsigned char* input) {
+  const int all_rows = g.unit_rows * Tile::kRows, rows = s.out_h - at.row;
+  const int chunks = g.unit_cols + 1, count = (all_rows - rows) * chunks;
+  const int channel = threadIdx.x % kChannels;
+  for (int i = threadIdx.x / kChannels; i < count; i += kThreads / kChannels) {
+    const int row = rows + Tile::kKernel - 1 + i / chunks;
+    const int chunk = row * chunks + row / Tile::kRows * g.segment_pad + i % chunks;
+    *reinterpret_cast<uint4*>(input + channel_offset<Tile>(channel) + chunk * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
 
 template <class Tile>
 using UnitSums = float[Tile::kRows][4];
@@ -244,7 +270,6 @@ __device__ __forceinline__ void load_bands(uint32_t (&bands)[Tile::kKernel][2], 
 template <class Tile>
 __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, const Tiling& g, const uint32_t* table) {
   constexpr int kInRows = Tile::kRows + Tile::kKernel - 1;
-  const int row_bytes = (g.unit_cols + 1) * 16, pad_bytes = g.segment_pad * 16;
   uint32_t bands[Tile::kKernel][2];
   load_bands<Tile>(bands, table);
 #pragma unroll
@@ -254,7 +279,7 @@ __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, co
 #pragma unroll
   for (int i = 0; i < kInRows; ++i) {
     if (i + 1 < kInRows) {  // the next row is on its way while this one is multiplied
-      rows += row_bytes + ((i + 1) % Tile::kRows == 0 ? pad_bytes : 0);
+      rows += row_bytes(g) + ((i + 1) % Tile::kRows == 0 ? pad_bytes(g) : 0);
       load_matrices(x[(i + 1) % 2], rows);
     }
 #pragma unroll
@@ -266,9 +291,53 @@ __device__ __forceinline__ void convolve(UnitSums<Tile>& sums, uint32_t rows, co
   }
 }
 
-// Results of one channel, rounded, pairs of neighbouring columns in a word: units lane / 4 and lane / 4 + 8.
+// Whether a sum of any lane may be NaN: infinite ones of both signs count too. The same answer in all lanes.
 template <class Tile>
-using UnitResults = uint32_t[Tile::kRows][2];
+__device__ __forceinline__ bool any_nan(const UnitSums<Tile>& sums) {
+  float all = 0.0f;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) all += sums[p][e];
+  }
+  return __any_sync(0xffffffff, all != all);
+}
+
+// Replaces NaN among the sums of the channel whose inputs begin at `input`. Works on a copy with rolled loops: indexing
+// `sums` itself would move it to local memory for good.
+template <class Tile>
+__device__ __forceinline__ void repair(UnitSums<Tile>& sums, const unsigned char* input, const Tiling& g,
+                                       const uint32_t* table) {
+  using T = typename Tile::Element;
+  const int lane = threadIdx.x % 32;
+  UnitSums<Tile> copy;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) copy[p][e] = sums[p][e];
+  }
+#pragma unroll 1
+  for (int i = 0; i < Tile::kRows * 4; ++i) {
+    const int p = i / 4, e = i % 4;
+    if (copy[p][e] == copy[p][e]) continue;
+    const unsigned char* const unit = input + unit_offset<Tile>(g, lane / 4 + e / 2 * 8);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int tap = 0; tap < Tile::kKernel * Tile::kKernel; ++tap) {
+      const int r = tap / Tile::kKernel, s = tap % Tile::kKernel, row = p + r;
+      const unsigned char* const from = unit + row * row_bytes(g) + row / Tile::kRows * pad_bytes(g);
+      const T* const x = reinterpret_cast<const T*>(from) + lane % 4 * 2 + e % 2 + s;
+      const T* const w = reinterpret_cast<const T*>(table + r * Tile::kPairs + s) + 1;
+      sum = fmaf(convert<float>(*x), convert<float>(*w), sum);
+    }
+    copy[p][e] = sum;
+  }
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[p][e] = copy[p][e];
+  }
+}
 
 template <class T>
 __device__ __forceinline__ uint32_t round_pair(float first, float second) {
@@ -277,8 +346,7 @@ __device__ __forceinline__ uint32_t round_pair(float first, float second) {
 }
 
 template <class Tile>
-__device__ __forceinline__ void finish(UnitResults<Tile>& results, UnitSums<Tile>& sums, float scale, float shift,
-                                       Act act) {
+__device__ __forceinline__ void finish(UnitSums<Tile>& sums, float scale, float shift, Act act) {
 #pragma unroll
   for (int p = 0; p < Tile::kRows; ++p) {
 #pragma unroll
@@ -291,27 +359,19 @@ __device__ __forceinline__ void finish(UnitResults<Tile>& results, UnitSums<Tile
       for (int e = 0; e < 4; ++e) sums[p][e] = silu_of_half(sums[p][e]);
     }
   }
-#pragma unroll
-  for (int p = 0; p < Tile::kRows; ++p) {
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      results[p][u] = round_pair<typename Tile::Element>(sums[p][2 * u], sums[p][2 * u + 1]);
-    }
-  }
 }
 
-// Both channels of the warp to shared memory, two channels of a pixel in a word.
+// The results of the channel whose inputs begin at `input`, rounded, over these.
 template <class Tile>
-__device__ __forceinline__ void stage_results(const UnitResults<Tile> (&results)[2], uint32_t* output) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t* const to = output + warp / 4 * Tile::kHalfWords + lane * Tile::kPixelWords + warp % 4;
+__device__ __forceinline__ void stage_results(const UnitSums<Tile>& results, unsigned char* input, const Tiling& g) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int p = 0; p < Tile::kRows; ++p) {
+  for (int u = 0; u < 2; ++u) {
+    unsigned char* const to = input + unit_offset<Tile>(g, lane / 4 + u * 8) + lane % 4 * 4;
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      uint32_t* const at = to + (p * kUnits + u * 8) * (kUnitCols / 2) * Tile::kPixelWords;
-      at[0] = __byte_perm(results[0][p][u], results[1][p][u], 0x5410);
-      at[Tile::kParityWords] = __byte_perm(results[0][p][u], results[1][p][u], 0x7632);
+    for (int p = 0; p < Tile::kRows; ++p) {
+      *reinterpret_cast<uint32_t*>(to + p * row_bytes(g)) =
+          round_pair<typename Tile::Element>(results[p][2 * u], results[p][2 * u + 1]);
     }
   }
 }
@@ -327,72 +387,64 @@ __device__ __forceinline__ uint4 add_rounded(const uint4& value, const uint4& ad
   return narrow<T>(a).word;
 }
 
-// Where a thread stores: half the channels of one column of one unit, row by row.
-struct StorePosition {
-  int row, rows, column;  // rows: how many lie in the image, none for a thread without work
-};
-
+// Two pixels of 8 channels from 8 rows of the channels. `from` is the first one's.
 template <class Tile>
-__device__ __forceinline__ StorePosition store_position(const ConvShape& s, const Tiling& g, const BlockPosition& at) {
-  const int thread = threadIdx.x, unit = thread / 16;
-  int unit_row, unit_col;
-  g.by_unit_cols.divide(unit, unit_row, unit_col);
-  StorePosition to;
-  to.row = at.row + unit_row * Tile::kRows;
-  to.column = at.column + unit_col * kUnitCols + thread / 2 % kUnitCols;
-  const bool valid = unit_row < g.unit_rows && to.column < s.out_w && thread % 2 * 8 < at.channels;
-  to.rows = valid ? min(Tile::kRows, s.out_h - to.row) : 0;
-  return to;
-}
-
-// As in stock, the activated value is rounded before the residual is added.
-template <class Tile>
-__device__ __forceinline__ void load_residual(uint4 (&added)[Tile::kRows], const ConvArgs& a, const BlockPosition& at,
-                                              const StorePosition& to) {
-  using T = typename Tile::Element;
-  const T* const from = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n +
-                        to.row * a.residual_strides.h + to.column * a.residual_strides.w + at.channel +
-                        threadIdx.x % 2 * 8;
+__device__ __forceinline__ void load_pixel_pair(uint4& left, uint4& right, const unsigned char* from) {
+  uint32_t words[8], l[4], r[4];
 #pragma unroll
-  for (int p = 0; p < Tile::kRows; ++p) {
-    if (p < to.rows) added[p] = *reinterpret_cast<const uint4*>(from + p * a.residual_strides.h);
+  for (int i = 0; i < 8; ++i) words[i] = *reinterpret_cast<const uint32_t*>(from + i * Tile::kChannelBytes);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    l[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
+    r[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
   }
+  left = make_uint4(l[0], l[1], l[2], l[3]);
+  right = make_uint4(r[0], r[1], r[2], r[3]);
 }
 
+// The block's outputs to y, a pair of pixels and 8 channels at a time. As in stock, the activated value is rounded
+// before the residual is added.
 template <class Tile, bool kResidual>
-__device__ __forceinline__ void store_output(const ConvArgs& a, const BlockPosition& at, const StorePosition& to,
-                                             const uint32_t* output, const uint4 (&added)[Tile::kRows]) {
+__device__ __forceinline__ void store_output(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
+                                             const unsigned char* output) {
   using T = typename Tile::Element;
-  const int thread = threadIdx.x, half = thread % 2, parity = thread / 2 % 2;
-  const uint32_t* const from =
-      output + half * Tile::kHalfWords + parity * Tile::kParityWords + thread / 4 * Tile::kPixelWords;
-  const int64_t pixel = (int64_t(at.n) * a.shape.out_h + to.row) * a.shape.out_w + to.column;
-  T* const y = static_cast<T*>(a.y) + pixel * a.shape.out_channels + at.channel + half * 8;
-  const int64_t row_step = int64_t(a.shape.out_w) * a.shape.out_channels;
+  const ConvShape& s = a.shape;
+  const int channel = static_cast<int>(threadIdx.x) % kGroups * 8;
+  if (channel >= at.channels) return;
+  const int rows = min(g.unit_rows * Tile::kRows, s.out_h - at.row);
+  const int columns = min(g.unit_cols * kUnitCols, s.out_w - at.column);
+  const int pairs = rows * static_cast<int>(g.by_row_pairs.divisor);
+  const int64_t first_pixel = (int64_t(at.n) * s.out_h + at.row) * s.out_w + at.column;
+  T* const y = static_cast<T*>(a.y) + first_pixel * s.out_channels + at.channel + channel;
+  const T* const residual = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n +
+                            at.row * a.residual_strides.h + at.column * a.residual_strides.w + at.channel + channel;
+  output += channel_offset<Tile>(channel);
+#pragma unroll 2
+  for (int pair = static_cast<int>(threadIdx.x) / kGroups; pair < pairs; pair += kPairStep) {
+    int row, column;
+    g.by_row_pairs.divide(pair, row, column);
+    column *= 2;
+    const bool valid[2] = {column < columns, column + 1 < columns};
+    uint4 added[2];
+    if constexpr (kResidual) {
+      const T* const from = residual + row * a.residual_strides.h + column * a.residual_strides.w;
+      added[0] = load_if(valid[0], from);
+      added[1] = load_if(valid[1], from + a.residual_strides.w);
+    }
+    uint4 value[2];
+    load_pixel_pair<Tile>(value[0], value[1], output + pair * 4 + row / Tile::kRows * pad_bytes(g));
+    T* const to = y + (int64_t(row) * s.out_w + column) * s.out_channels;
 #pragma unroll
-  for (int p = 0; p < Tile::kRows; ++p) {
-    const uint32_t* const words = from + p * kUnits * (kUnitCols / 2) * Tile::kPixelWords;
-    uint4 value = make_uint4(words[0], words[1], words[2], words[3]);
-    if constexpr (kResidual) value = add_rounded<T>(value, added[p]);
-    if (p < to.rows) *reinterpret_cast<uint4*>(y + p * row_step) = value;
+    for (int side = 0; side < 2; ++side) {
+      if constexpr (kResidual) value[side] = add_rounded<T>(value[side], added[side]);
+      if (valid[side]) *reinterpret_cast<uint4*>(to + side * s.out_channels) = value[side];
+    }
   }
 }
 
-// The address that this lane gives ldmatrix for the first row of its unit: lanes 0-15 columns 0-7, 16-31 columns 8-15.
 template <class Tile>
-__device__ __forceinline__ int unit_offset(const Tiling& g) {
-  const int lane = threadIdx.x % 32, units = g.unit_cols * g.unit_rows;
-  int unit = lane % 16;
-  if (unit >= units) unit = units >= 8 ? unit - 8 : 0;  // an idle row of A: any unit, best one in the same banks
-  int unit_row, unit_col;
-  g.by_unit_cols.divide(unit, unit_row, unit_col);
-  return (unit_row * (Tile::kRows * (g.unit_cols + 1) + g.segment_pad) + unit_col + lane / 16) * 16;
-}
-
-template <class Tile>
-__global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
+__global__ __launch_bounds__(kThreads, kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
   extern __shared__ __align__(16) unsigned char shared[];
-  uint32_t* const output = reinterpret_cast<uint32_t*>(shared);  // over x
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
   float2* const affine = reinterpret_cast<float2*>(shared + Tile::kAffineOffset);
   const BlockPosition at = block_position(a.shape, g, Tile::kRows);
@@ -404,6 +456,7 @@ __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kerne
   loader.issue();
   fill_taps<Tile>(a, at, table);  // while x is on its way
   fill_affine(a, at, affine);
+  clear_rows_below<Tile>(a.shape, g, at, shared);
   loader.store();
   while (loader.more()) {
     loader.issue();
@@ -411,28 +464,27 @@ __global__ __launch_bounds__(kThreads, Tile::kResident) void depthwise_mma_kerne
   }
   __syncthreads();
 
-  UnitResults<Tile> results[2];
-  if (2 * warp < at.channels) {
-    const uint32_t rows = shared_address(shared) + unit_offset<Tile>(g);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int channel = 2 * warp + i;
-      UnitSums<Tile> sums;
-      convolve<Tile>(sums, rows + channel_offset<Tile>(channel), g, table + channel * Tile::kKernel * Tile::kPairs);
-      finish<Tile>(results[i], sums, affine[channel].x, affine[channel].y, a.act);
-    }
+  // Lanes 0-15 give ldmatrix columns 0-7 of a unit, 16-31 columns 8-15.
+  const int lane = thread % 32, first_row = unit_offset<Tile>(g, lane % 16) + lane / 16 * 16;
+#pragma unroll 1
+  for (int i = 0; i < kWarpChannels; ++i) {
+    const int channel = kWarpChannels * warp + i;
+    if (channel >= at.channels) break;
+    unsigned char* const input = shared + channel_offset<Tile>(channel);
+    const uint32_t* const taps = table + channel * Tile::kKernel * Tile::kPairs;
+    UnitSums<Tile> sums;
+    convolve<Tile>(sums, shared_address(input) + first_row, g, taps);
+    if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, taps);
+    finish<Tile>(sums, affine[channel].x, affine[channel].y, a.act);
+    __syncwarp();  // no lane reads x of this channel any more
+    stage_results<Tile>(sums, input, g);
   }
-  __syncthreads();  // nobody reads x any more
-
-  if (2 * warp < at.channels) stage_results<Tile>(results, output);
-  const StorePosition to = store_position<Tile>(a.shape, g, at);
-  uint4 added[Tile::kRows];
-  if (a.residual != nullptr) load_residual<Tile>(added, a, at, to);
   __syncthreads();
+
   if (a.residual != nullptr) {
-    store_output<Tile, true>(a, at, to, output, added);
+    store_output<Tile, true>(a, g, at, shared);
   } else {
-    store_output<Tile, false>(a, at, to, output, added);
+    store_output<Tile, false>(a, g, at, shared);
   }
 }
 
@@ -443,7 +495,7 @@ int block_cost(const Tiling& g) {
   const int in_pixels = (g.unit_rows * Tile::kRows + Tile::kKernel - 1) * (g.unit_cols + 1) * kUnitCols;
   const int out_pixels = g.unit_rows * Tile::kRows * g.unit_cols * kUnitCols;
   const int multiply = kChannels * (4 * (Tile::kRows + Tile::kKernel - 1) + 2 * Tile::kRows * Tile::kKernel);
-  return 1000 + in_pixels * 3 / 4 + multiply + out_pixels;
+  return 1000 + (in_pixels * 3 / 4 + out_pixels) * kChannels / 16 + multiply;
 }
 
 int64_t block_count(const ConvShape& s, const Tiling& g) { return int64_t(s.batch) * g.tiles_h * g.tiles_w * g.chunks; }
