@@ -39,8 +39,10 @@ namespace {
 // ---- depthwise ----
 
 constexpr int kThreads = 256;
-// One round of what is resident on the largest GPUs; more slices would cost more in the workspace than they balance.
-constexpr int kDepthwiseBlocks = 528;
+// Blocks resident on a multiprocessor: 64 registers a thread spill 20 to 200 bytes from 5 taps on.
+constexpr int resident_blocks(int taps) { return taps == 3 ? 4 : 3; }
+// One round on the largest GPUs; more slices would cost more in the workspace than they balance.
+constexpr int depthwise_blocks(int taps) { return 132 * resident_blocks(taps); }
 // Outputs of a row in one chain of sums. Shorter ones only to have enough work for a small tensor.
 constexpr int kLongStrip = 64, kShortStrip = 16;
 constexpr int kMaxKernelRows = 7;
@@ -64,7 +66,7 @@ DepthwiseCut cut_depthwise(const ConvShape& s, int lanes) {
   g.chunks = ceil_div(words, 32);
   g.across = ceil_div(words, g.chunks);
   g.groups = kThreads / (g.across * s.kernel_h);
-  const int wanted = std::max(1, kDepthwiseBlocks / g.chunks) * g.groups;
+  const int wanted = std::max(1, depthwise_blocks(s.kernel_w) / g.chunks) * g.groups;
   g.strip = unit_count(s, kLongStrip) >= wanted ? kLongStrip : kShortStrip;
   g.units = static_cast<int>(unit_count(s, g.strip));
   g.slice_units = std::max(1, ceil_div(g.units, wanted));
@@ -137,7 +139,8 @@ struct TapRow {
 };
 
 template <class T, int kLanes, int kTaps, int kStride>
-__global__ __launch_bounds__(kThreads, 4) void wgrad_depthwise_kernel(const WgradArgs a, const DepthwiseCut g) {
+__global__ __launch_bounds__(kThreads, resident_blocks(kTaps)) void wgrad_depthwise_kernel(const WgradArgs a,
+                                                                                           const DepthwiseCut g) {
   using Row = TapRow<T, kLanes, kTaps, kStride>;
   using Acc = Accumulator<T>;
   constexpr int kUnroll = 4;  // outputs whose loads are in flight together
