@@ -16,8 +16,9 @@
 //   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
 //   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
 //   all rows of taps of the same outputs, so that what they share comes from L1. Nothing is shared otherwise: no
-//   barrier. Bound by issue: for 7 taps in half 14 of about 26 instructions per output are FMAs, and the R-fold reads are
-//   2 lines from L1 per 14 FMAs of a warp, 60 % of what L1 gives. With shared memory instead, the loads stay.
+//   barrier. Bound by issue: for 7 taps in half 14 of about 38 instructions per output are
+//   FMAs, the rest conversions, addresses and moves of the window. L1 gives 2 lines per 14 FMAs of a warp, 60 % of what
+//   it can.
 // - wgrad_dense_kernel, float without TF32 and double; any kernel, stride, padding and dilation, groups = 1. A GEMM of
 //   64 output channels x 64 columns (tap, channel), 16 pixels at a time by asynchronous copies; both operands lie in
 //   memory as shared memory wants them, channels innermost. One thread: 4 x 8 sums, twice for the two chains, which is
