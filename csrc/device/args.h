@@ -67,6 +67,20 @@ struct ConvArgs {
   Act act;
 };
 
+// Gradient of the convolution's weight: grad_weight[k,c,r,s] = sum over pixels of grad_z[pixel,k] * x[pixel moved by the
+// tap, c]. x and grad_z have the compute dtype.
+struct WgradArgs {
+  ConvShape shape;
+  const void* grad_z;           // (out pixels, K), channels adjacent
+  int64_t grad_z_stride;        // of its rows
+  const void* x;
+  Strides x_strides;            // c is 1, or C is 1
+  void* grad_weight;            // logical (K, C / groups, R, S)
+  Strides grad_weight_strides;
+  DType grad_weight_dtype;      // any: the sums are rounded once
+  void* workspace;              // wgrad_workspace_bytes()
+};
+
 // Copy of a logical (N, C, H, W) tensor into NHWC rows of `out_channels` >= C elements, zero-filled behind C, rounded
 // to another dtype on the way. Serves activations (NCHW, odd channel counts, float32 under autocast) and weights
 // ((K, C, R, S) is the same thing with N = K).

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 namespace yolo12_fastconv {
 
 // 16 bytes into shared memory (an address as the instructions take it), of which only the first `bytes` are read: the rest
@@ -21,6 +23,25 @@ __device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void*
 #else
   *static_cast<uint4*>(to_shared) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif
+}
+
+// The same with single elements too: 4, 8 or 16 bytes, both addresses aligned to them.
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes_async(void* to_shared, const void* from, bool valid) {
+  if constexpr (kBytes == 16) {
+    copy_16_bytes_async(to_shared, from, valid);
+  } else {
+    static_assert(kBytes == 4 || kBytes == 8);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(
+                     static_cast<unsigned int>(__cvta_generic_to_shared(to_shared))),
+                 "l"(from), "n"(kBytes), "r"(valid ? kBytes : 0)
+                 : "memory");
+#else
+    using Word = std::conditional_t<kBytes == 4, unsigned int, unsigned long long>;
+    *static_cast<Word*>(to_shared) = valid ? *static_cast<const Word*>(from) : Word(0);
+#endif
+  }
 }
 
 // Closes the group of copies issued since the last call.

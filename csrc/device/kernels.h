@@ -27,6 +27,12 @@ void direct(const ConvArgs& args, DType x_dtype, DType weight_dtype, DType dtype
 // Layout and dtype copies. kernels/pack.cu
 void pack(const PackArgs& args, cudaStream_t stream);
 
+// Gradient of the weight: depthwise in half, bfloat16 and float, dense in float without TF32 and double; has_wgrad says
+// whether a convolution is one of those. kernels/wgrad.cu
+bool has_wgrad(const ConvShape& shape, DType dtype, bool allow_tf32);
+int64_t wgrad_workspace_bytes(const ConvShape& shape, DType dtype);
+void wgrad(const WgradArgs& args, DType dtype, cudaStream_t stream);
+
 // Batch norm. kernels/batch_norm.cu
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype);
 void batch_norm_stats(const BatchNormStatsArgs& args, DType dtype, cudaStream_t stream);

@@ -34,15 +34,25 @@ Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
   return torch::stable::copy_(out, grad);
 }
 
-// Whether the weight gradient is taken from NCHW copies, as a stock model in torch's default layout takes it. In
-// channels_last cuDNN's is less exact where the error rule can tell: 1.7e-3 off in l2 instead of 3.4e-4 for a depthwise 3x3
-// in half (64 channels, 80x60), 3.7e-6 instead of 0.8e-6 for a 1x1 in float without TF32 (38400 pixels). The copies cost
-// bandwidth, until there are kernels of our own.
-bool takes_weight_gradient_in_nchw(const Convolution& convolution) {
+// The weight gradient by our own kernels, in the dtype and strides of `weight`.
+Tensor weight_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
-  const bool depthwise = s.groups > 1 && s.groups == s.in_channels;
-  return (size_of(convolution.dtype()) == 2 && depthwise) ||
-         (convolution.dtype() == DType::kFloat32 && !convolution.allow_tf32());
+  const DType dtype = convolution.dtype();
+  Tensor grad = torch::stable::empty_like(weight);
+  if (grad.numel() == 0) return grad;
+  const Tensor workspace = empty_bytes(x, wgrad_workspace_bytes(s, dtype));
+  WgradArgs args;
+  args.shape = s;
+  args.grad_z = grad_z.const_data_ptr();
+  args.grad_z_stride = row_stride(grad_z);
+  args.x = x.const_data_ptr();
+  args.x_strides = strides_of(x);
+  args.grad_weight = grad.mutable_data_ptr();
+  args.grad_weight_strides = strides_of(grad);
+  args.grad_weight_dtype = dtype_of(grad.scalar_type());
+  args.workspace = workspace.mutable_data_ptr();
+  wgrad(args, dtype, convolution.stream());
+  return grad;
 }
 
 }  // namespace
@@ -103,21 +113,13 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   ConvGrads grads;
   if (conv_wanted) {
     const Tensor cast_x = convolution.cast_x(), cast_weight = convolution.cast_weight();
-    const bool has_bias = in.bias.has_value();
-    if (wanted[kGradWeight] && takes_weight_gradient_in_nchw(convolution)) {
-      using torch::stable::contiguous;
-      grads.weight = convolution_backward(contiguous(grad_z), contiguous(cast_x), contiguous(cast_weight), has_bias,
-                                          geometry, {false, true, false})
-                         .weight;
-      if (wanted[kGradX] || wanted[kGradBias]) {
-        const ConvGrads others = convolution_backward(grad_z, cast_x, cast_weight, has_bias, geometry,
-                                                      {wanted[kGradX], false, wanted[kGradBias]});
-        grads.x = others.x;
-        grads.bias = others.bias;
-      }
-    } else {
-      grads = convolution_backward(grad_z, cast_x, cast_weight, has_bias, geometry, wanted);
+    // cuDNN's weight gradients are less exact than the error rule allows in the cases that we have kernels for.
+    const bool own = wanted[kGradWeight] && has_wgrad(s, dtype, convolution.allow_tf32());
+    const std::vector<bool> others = {wanted[kGradX], wanted[kGradWeight] && !own, wanted[kGradBias]};
+    if (others[0] || others[1] || others[2]) {
+      grads = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);
     }
+    if (own) grads.weight = weight_gradient(convolution, grad_z, cast_x, weight);
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
   if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);

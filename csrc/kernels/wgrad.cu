@@ -1,0 +1,559 @@
+// Gradient of a convolution's weight, where cuDNN's is less exact than the error rule allows (docs/kernel-notes.md).
+//   depthwise:  dw[c,r,s]   = sum over n,p,q of grad_z[n,p,q,c] * x[n,h,w,c]
+//   dense:      dw[k,c,r,s] = sum over n,p,q of grad_z[n,p,q,k] * x[n,h,w,c]
+// with h = p*stride_h + r*dilation_h - pad_h, w likewise, and x = 0 outside of the image.
+// x is NHWC with any strides of n, h and w (slices), grad_z a matrix (pixels, K) with any row stride, dw has any strides
+// and any of the four dtypes.
+//
+// Both kernels cut the outputs into slices and leave one sum per slice and element of dw in the workspace, as
+// [slice][k][r][s][c]; a second launch adds the slices. No atomics: the order of all sums depends on shape and alignment
+// alone. Sums are float (double for double), and none is long. A chain of n additions of random products is off by
+// about 2.5e-8 * sqrt(n / 2) of its result: 4e-6 for 51200 pixels in one, which is where cuDNN stands. Here a chain has
+// 64 (depthwise) or 128 (dense) products, a second one in registers adds those of the slice, and the slices are added as
+// a tree: 2e-7 in all.
+//
+// - wgrad_depthwise_kernel, half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
+//   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
+//   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
+//   all rows of taps of the same outputs, so that what they share comes from L1. Nothing is shared otherwise: no
+//   barrier. Bound by issue: for 7 taps in half 14 of about 38 instructions per output are
+//   FMAs, the rest conversions, addresses and moves of the window. L1 gives 2 lines per 14 FMAs of a warp, 60 % of what
+//   it can.
+// - wgrad_dense_kernel, float without TF32 and double; any kernel, stride, padding and dilation, groups = 1. A GEMM of
+//   64 output channels x 64 columns (tap, channel), 16 pixels at a time by asynchronous copies; both operands lie in
+//   memory as shared memory wants them, channels innermost. One thread: 4 x 8 sums, twice for the two chains, which is
+//   why it isn't 8 x 8. 32 FMAs per 3 16-byte loads of shared memory: bound by FMAs.
+#include <algorithm>
+#include <climits>
+#include <type_traits>
+
+#include "device/async_copy.cuh"
+#include "device/fast_divide.h"
+#include "device/kernels.h"
+#include "device/lanes.cuh"
+#include "device/launch.cuh"
+#include "device/launch_limits.cuh"
+
+namespace yolo12_fastconv {
+namespace {
+
+// ---- depthwise ----
+
+constexpr int kThreads = 256;
+// Blocks resident on a multiprocessor: 64 registers a thread spill 20 to 200 bytes from 5 taps on.
+constexpr int resident_blocks(int taps) { return taps == 3 ? 4 : 3; }
+// One round on the largest GPUs; more slices would cost more in the workspace than they balance.
+constexpr int depthwise_blocks(int taps) { return 132 * resident_blocks(taps); }
+// Outputs of a row in one chain of sums. Shorter ones only to have enough work for a small tensor.
+constexpr int kLongStrip = 64, kShortStrip = 16;
+constexpr int kMaxKernelRows = 7;
+
+// How outputs and channels are cut. A unit is a strip of a row of outputs; a slice is a run of units.
+// Thread = (group * kernel_h + r) * across + word; block = block of slices * chunks + chunk.
+struct DepthwiseCut {
+  int across;  // threads along channels
+  int chunks;  // blocks along channels
+  int groups;  // slices per block
+  int strip;
+  int units, slice_units, slices;
+  FastDivide strips, out_h;
+};
+
+int64_t unit_count(const ConvShape& s, int strip) { return int64_t(s.batch) * s.out_h * ceil_div(s.out_w, strip); }
+
+DepthwiseCut cut_depthwise(const ConvShape& s, int lanes) {
+  DepthwiseCut g;
+  const int words = ceil_div(s.out_channels, lanes);
+  g.chunks = ceil_div(words, 32);
+  g.across = ceil_div(words, g.chunks);
+  g.groups = kThreads / (g.across * s.kernel_h);
+  const int wanted = std::max(1, depthwise_blocks(s.kernel_w) / g.chunks) * g.groups;
+  g.strip = unit_count(s, kLongStrip) >= wanted ? kLongStrip : kShortStrip;
+  g.units = static_cast<int>(unit_count(s, g.strip));
+  g.slice_units = std::max(1, ceil_div(g.units, wanted));
+  g.slices = ceil_div(g.units, g.slice_units);
+  g.strips = FastDivide(ceil_div(s.out_w, g.strip));
+  g.out_h = FastDivide(s.out_h);
+  return g;
+}
+
+// kCount pixels of a row, from column `column` on; zero outside of the row.
+template <int kCount, int kLanes, class T>
+__device__ __forceinline__ void load_pixels(const T* row, int column, int columns, int64_t stride,
+                                            Accumulator<T> (*out)[kLanes]) {
+  Lanes<T, kLanes> words[kCount];
+  const T* from = row + column * stride;
+  if (column >= 0 && column + kCount <= columns) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      words[i] = load_lanes<kLanes>(from);
+      from += stride;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      words[i].word = {};
+      if (static_cast<unsigned>(column + i) < static_cast<unsigned>(columns)) words[i] = load_lanes<kLanes>(from);
+      from += stride;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) widen(words[i], out[i]);
+}
+
+// What a thread has of one row of taps: a sum per tap and channel, and the pixels of x that the next output shares with
+// those before it.
+template <class T, int kLanes, int kTaps, int kStride>
+struct TapRow {
+  using Acc = Accumulator<T>;
+  static constexpr int kKept = kTaps - kStride;
+  static_assert(kKept > 0);
+  Acc sum[kTaps][kLanes];
+  Acc kept[kKept][kLanes];
+
+  // The next kCount outputs: `column` is that of the first pixel of x beyond the kept ones.
+  template <int kCount>
+  __device__ __forceinline__ void add(const T* grad, int64_t grad_stride, const T* x, int column, int columns,
+                                      int64_t x_stride) {
+    Acc g[kCount][kLanes], window[kKept + kCount * kStride][kLanes];
+    load_pixels<kCount * kStride, kLanes>(x, column, columns, x_stride, window + kKept);
+    load_pixels<kCount, kLanes>(grad, 0, kCount, grad_stride, g);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) window[i][c] = kept[i][c];
+    }
+#pragma unroll
+    for (int q = 0; q < kCount; ++q) {
+#pragma unroll
+      for (int s = 0; s < kTaps; ++s) {
+#pragma unroll
+        for (int c = 0; c < kLanes; ++c) sum[s][c] += g[q][c] * window[q * kStride + s][c];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) kept[i][c] = window[kCount * kStride + i][c];
+    }
+  }
+};
+
+template <class T, int kLanes, int kTaps, int kStride>
+__global__ __launch_bounds__(kThreads, resident_blocks(kTaps)) void wgrad_depthwise_kernel(const WgradArgs a,
+                                                                                           const DepthwiseCut g) {
+  using Row = TapRow<T, kLanes, kTaps, kStride>;
+  using Acc = Accumulator<T>;
+  constexpr int kUnroll = 4;  // outputs whose loads are in flight together
+  const ConvShape& s = a.shape;
+  const int thread = threadIdx.x, chunk = blockIdx.x % g.chunks, block = blockIdx.x / g.chunks;
+  const int r = thread / g.across % s.kernel_h;
+  const int slice = block * g.groups + thread / (g.across * s.kernel_h);
+  const int channel = (chunk * g.across + thread % g.across) * kLanes;
+  if (thread >= g.across * s.kernel_h * g.groups || slice >= g.slices || channel >= s.out_channels) return;
+
+  const T* const x = static_cast<const T*>(a.x) + channel;
+  const T* const grad_z = static_cast<const T*>(a.grad_z) + channel;
+  Acc total[kTaps][kLanes] = {};
+  const int end = static_cast<int>(min(int64_t(g.units), (int64_t(slice) + 1) * g.slice_units));
+  for (int unit = slice * g.slice_units; unit < end; ++unit) {
+    int row, strip, n, p;
+    g.strips.divide(unit, row, strip);
+    g.out_h.divide(row, n, p);
+    const int h = p * s.stride_h + r * s.dilation_h - s.pad_h;
+    if (static_cast<unsigned>(h) >= static_cast<unsigned>(s.in_h)) continue;
+    int q = strip * g.strip;
+    const int end_q = min(s.out_w, q + g.strip);
+    const T* const x_row = x + n * a.x_strides.n + h * a.x_strides.h;
+    const T* grad = grad_z + (int64_t(row) * s.out_w + q) * a.grad_z_stride;
+    int w = q * kStride - s.pad_w;
+
+    Row taps;
+#pragma unroll
+    for (int t = 0; t < kTaps; ++t) {
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) taps.sum[t][c] = Acc(0);
+    }
+    load_pixels<Row::kKept, kLanes>(x_row, w, s.in_w, a.x_strides.w, taps.kept);
+    w += Row::kKept;
+    for (; q + kUnroll <= end_q; q += kUnroll) {
+      taps.template add<kUnroll>(grad, a.grad_z_stride, x_row, w, s.in_w, a.x_strides.w);
+      grad += kUnroll * a.grad_z_stride;
+      w += kUnroll * kStride;
+    }
+    for (; q < end_q; ++q) {
+      taps.template add<1>(grad, a.grad_z_stride, x_row, w, s.in_w, a.x_strides.w);
+      grad += a.grad_z_stride;
+      w += kStride;
+    }
+#pragma unroll
+    for (int t = 0; t < kTaps; ++t) {
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) total[t][c] += taps.sum[t][c];
+    }
+  }
+
+  const int64_t first_tap = (int64_t(slice) * s.kernel_h + r) * kTaps;
+  Acc* const out = static_cast<Acc*>(a.workspace) + first_tap * s.out_channels + channel;
+#pragma unroll
+  for (int t = 0; t < kTaps; ++t) {
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) out[int64_t(t) * s.out_channels + c] = total[t][c];
+  }
+}
+
+// ---- dense ----
+
+constexpr int kTile = 64;  // output channels, and columns
+constexpr int kDepth = 16;  // pixels of a stage
+constexpr int kStages = 3;
+constexpr int kDenseThreads = 128;
+constexpr int kSide = 4, kRuns = 2;  // sums of a thread: kSide output channels x kRuns runs of 4 columns
+constexpr int kFlushStages = 8;  // stages in one chain of sums
+// Two rounds of what is resident on the largest GPUs.
+constexpr int kDenseBlocks = 1056;
+constexpr int64_t kDenseWorkspaceBytes = int64_t(64) << 20;
+
+struct DenseCut {
+  int columns;  // (tap, channel)
+  int channel_tiles, column_tiles;
+  int64_t pixels, slice_pixels;
+  int slices;
+};
+
+DenseCut cut_dense(const ConvShape& s, int64_t sum_bytes) {
+  DenseCut g;
+  g.columns = s.kernel_h * s.kernel_w * s.in_channels;
+  g.channel_tiles = ceil_div(s.out_channels, kTile);
+  g.column_tiles = ceil_div(g.columns, kTile);
+  g.pixels = s.out_pixels();
+  const int64_t tiles = int64_t(g.channel_tiles) * g.column_tiles;
+  const int64_t affordable = kDenseWorkspaceBytes / (int64_t(s.out_channels) * g.columns * sum_bytes);
+  const int64_t wanted = std::max<int64_t>(1, std::min(ceil_div<int64_t>(kDenseBlocks, tiles), affordable));
+  g.slice_pixels = round_up<int64_t>(std::max<int64_t>(1, ceil_div(g.pixels, wanted)), kDepth * kFlushStages);
+  g.slices = static_cast<int>(ceil_div(g.pixels, g.slice_pixels));
+  return g;
+}
+
+// A pixel of the output, as its place in the image, that moves on by a fixed number of pixels.
+struct OutputPixel {
+  int n, p, q;
+
+  __device__ __forceinline__ OutputPixel(const ConvShape& s, int64_t pixel) {
+    const int64_t row = pixel / s.out_w;
+    q = static_cast<int>(pixel - row * s.out_w);
+    n = static_cast<int>(row / s.out_h);
+    p = static_cast<int>(row - int64_t(n) * s.out_h);
+  }
+  // By `step`, itself split into images, rows and columns.
+  __device__ __forceinline__ void advance(const ConvShape& s, const OutputPixel& step) {
+    q += step.q;
+    p += step.p;
+    n += step.n;
+    if (q >= s.out_w) {
+      q -= s.out_w;
+      ++p;
+    }
+    if (p >= s.out_h) {
+      p -= s.out_h;
+      ++n;
+    }
+  }
+};
+
+// A thread's share of the copies into the stages of one operand: kLanes neighbouring columns of every kRows-th pixel.
+template <int kLanes>
+struct CopyShare {
+  static constexpr int kWords = kTile / kLanes, kRows = kDenseThreads / kWords;
+  static_assert(kDepth % kRows == 0);
+  static __device__ __forceinline__ int column() { return static_cast<int>(threadIdx.x) % kWords * kLanes; }
+  static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / kWords; }
+};
+
+// Four neighbouring values of a row of shared memory, aligned to 16 bytes.
+__device__ __forceinline__ void load_run(const float* from, float* out) {
+  const float4 run = *reinterpret_cast<const float4*>(from);
+  out[0] = run.x, out[1] = run.y, out[2] = run.z, out[3] = run.w;
+}
+__device__ __forceinline__ void load_run(const double* from, double* out) {
+  const double2 low = reinterpret_cast<const double2*>(from)[0], high = reinterpret_cast<const double2*>(from)[1];
+  out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
+}
+
+template <class T, int kGradLanes, int kXLanes>
+__global__ __launch_bounds__(kDenseThreads, sizeof(T) == 4 ? 4 : 2) void wgrad_dense_kernel(const WgradArgs a,
+                                                                                            const DenseCut g) {
+  constexpr int kColumns = 4 * kRuns;
+  __shared__ __align__(16) T grads[kStages][kDepth * kTile];
+  __shared__ __align__(16) T pixels[kStages][kDepth * kTile];
+  const ConvShape& s = a.shape;
+  // Tiles of the same pixels run together, and find them in L2.
+  const int tiles = g.channel_tiles * g.column_tiles, tile = blockIdx.x % tiles, slice = blockIdx.x / tiles;
+  const int first_channel = tile % g.channel_tiles * kTile, first_column = tile / g.channel_tiles * kTile;
+  const int64_t first_pixel = slice * g.slice_pixels, end_pixel = min(g.pixels, first_pixel + g.slice_pixels);
+  const int stages = static_cast<int>((end_pixel - first_pixel + kDepth - 1) / kDepth);
+
+  // What this thread copies: the columns stay, the pixels move on.
+  using GradCopy = CopyShare<kGradLanes>;
+  using XCopy = CopyShare<kXLanes>;
+  int64_t grad_pixel = first_pixel + GradCopy::row(), x_pixel = first_pixel + XCopy::row();
+  const bool grad_inside = first_channel + GradCopy::column() < s.out_channels;
+  const T* grad = static_cast<const T*>(a.grad_z) + first_channel + GradCopy::column() + grad_pixel * a.grad_z_stride;
+  const int column = first_column + XCopy::column();
+  const int tap = column / s.in_channels;
+  const int tap_h = tap / s.kernel_w * s.dilation_h - s.pad_h, tap_w = tap % s.kernel_w * s.dilation_w - s.pad_w;
+  const T* const x = static_cast<const T*>(a.x) + column % s.in_channels;
+  OutputPixel place(s, x_pixel);
+  const OutputPixel step(s, XCopy::kRows);
+
+  const auto copy_stage = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < kDepth / GradCopy::kRows; ++i) {
+      const bool valid = grad_inside && grad_pixel < end_pixel;
+      T* const to = grads[stage] + (GradCopy::row() + i * GradCopy::kRows) * kTile + GradCopy::column();
+      copy_bytes_async<kGradLanes * sizeof(T)>(to, valid ? grad : a.grad_z, valid);
+      grad_pixel += GradCopy::kRows;
+      grad += GradCopy::kRows * a.grad_z_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth / XCopy::kRows; ++i) {
+      const int h = place.p * s.stride_h + tap_h, w = place.q * s.stride_w + tap_w;
+      const bool valid = column < g.columns && x_pixel < end_pixel &&
+                         static_cast<unsigned>(h) < static_cast<unsigned>(s.in_h) &&
+                         static_cast<unsigned>(w) < static_cast<unsigned>(s.in_w);
+      const T* const from = x + place.n * a.x_strides.n + h * a.x_strides.h + w * a.x_strides.w;
+      T* const to = pixels[stage] + (XCopy::row() + i * XCopy::kRows) * kTile + XCopy::column();
+      copy_bytes_async<kXLanes * sizeof(T)>(to, valid ? from : a.x, valid);
+      x_pixel += XCopy::kRows;
+      place.advance(s, step);
+    }
+  };
+
+  const int channel_run = static_cast<int>(threadIdx.x) / (kTile / kColumns) * kSide;
+  const int column_run = static_cast<int>(threadIdx.x) % (kTile / kColumns) * 4;
+  T sum[kSide][kColumns] = {}, total[kSide][kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < stages) copy_stage(i);
+    commit_async_copies();
+  }
+  int slot = 0;
+  for (int stage = 0; stage < stages; ++stage) {
+    wait_for_async_copies<kStages - 2>();
+    __syncthreads();  // this stage is here, and nobody reads the one before any more
+    if (stage + kStages - 1 < stages) copy_stage(slot == 0 ? kStages - 1 : slot - 1);
+    commit_async_copies();
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      T left[kSide], right[kColumns];
+      load_run(grads[slot] + i * kTile + channel_run, left);
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        load_run(pixels[slot] + i * kTile + column_run + run * (kTile / kRuns), right + 4 * run);
+      }
+#pragma unroll
+      for (int k = 0; k < kSide; ++k) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) sum[k][c] += left[k] * right[c];
+      }
+    }
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+    if (std::is_same_v<T, float> && (stage + 1) % kFlushStages == 0) {
+#pragma unroll
+      for (int k = 0; k < kSide; ++k) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          total[k][c] += sum[k][c];
+          sum[k][c] = T(0);
+        }
+      }
+    }
+  }
+
+  T* const out = static_cast<T*>(a.workspace) + int64_t(slice) * s.out_channels * g.columns;
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) {
+    const int channel = first_channel + channel_run + k;
+    if (channel >= s.out_channels) break;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int to = first_column + column_run + c / 4 * (kTile / kRuns) + c % 4;
+      if (to < g.columns) out[int64_t(channel) * g.columns + to] = total[k][c] + sum[k][c];
+    }
+  }
+}
+
+// ---- the sum of the slices ----
+
+constexpr int kFinishAcross = 32, kFinishDown = 16, kFinishChains = 4;
+
+// Where the elements of the workspace, (k, tap, channel), go. Depthwise: k is 0, and channel is the output channel.
+struct FinishPlan {
+  int64_t elements;
+  int slices, taps, channels, kernel_w;
+  Strides strides;
+};
+
+// One element of the weight per column of threads, every kFinishDown-th slice per thread, in four chains.
+template <class Acc>
+__global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kernel(const WgradArgs a,
+                                                                                  const FinishPlan plan) {
+  __shared__ Acc scratch[kFinishDown][kFinishAcross];
+  const int lane = threadIdx.x % kFinishAcross, down = threadIdx.x / kFinishAcross;
+  const int64_t element = int64_t(blockIdx.x) * kFinishAcross + lane;
+  Acc sum[kFinishChains] = {};
+  if (element < plan.elements) {
+    const Acc* const in = static_cast<const Acc*>(a.workspace) + element;
+    for (int slice = down; slice < plan.slices; slice += kFinishChains * kFinishDown) {
+#pragma unroll
+      for (int i = 0; i < kFinishChains; ++i) {
+        if (slice + i * kFinishDown < plan.slices) sum[i] += in[(slice + i * kFinishDown) * plan.elements];
+      }
+    }
+  }
+  scratch[down][lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+#pragma unroll
+  for (int half = kFinishDown / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (down < half) scratch[down][lane] += scratch[down + half][lane];
+  }
+  if (down > 0 || element >= plan.elements) return;
+  const int64_t row = element / plan.channels;
+  const int channel = static_cast<int>(element - row * plan.channels);
+  const int k = static_cast<int>(row / plan.taps), tap = static_cast<int>(row - int64_t(k) * plan.taps);
+  const int64_t to = k * plan.strides.n + channel * plan.strides.c + tap / plan.kernel_w * plan.strides.h +
+                     tap % plan.kernel_w * plan.strides.w;
+  const Acc value = scratch[0][lane];
+  switch (a.grad_weight_dtype) {
+    case DType::kFloat16: static_cast<__half*>(a.grad_weight)[to] = convert<__half>(value); break;
+    case DType::kBFloat16: static_cast<__nv_bfloat16*>(a.grad_weight)[to] = convert<__nv_bfloat16>(value); break;
+    case DType::kFloat32: static_cast<float*>(a.grad_weight)[to] = convert<float>(value); break;
+    default: static_cast<double*>(a.grad_weight)[to] = convert<double>(value); break;
+  }
+}
+
+template <class Acc>
+void finish(const WgradArgs& a, const FinishPlan& plan, cudaStream_t stream) {
+  const unsigned int blocks = checked_grid(ceil_div<int64_t>(plan.elements, kFinishAcross), "wgrad, sum of slices");
+  finish_wgrad_kernel<Acc><<<blocks, kFinishAcross * kFinishDown, 0, stream>>>(a, plan);
+  check_launch("wgrad, sum of slices");
+}
+
+// ---- host ----
+
+bool depthwise_served(const ConvShape& s, DType dtype) {
+  return dtype != DType::kFloat64 && s.groups == s.in_channels && s.in_channels == s.out_channels &&
+         s.kernel_h <= kMaxKernelRows && (s.kernel_w == 3 || s.kernel_w == 5 || s.kernel_w == 7) &&
+         (s.stride_w == 1 || s.stride_w == 2) && s.dilation_w == 1 && unit_count(s, kShortStrip) <= INT_MAX;
+}
+
+bool dense_served(const ConvShape& s, DType dtype) {
+  return size_of(dtype) >= 4 && s.groups == 1 && int64_t(s.kernel_h) * s.kernel_w * s.in_channels <= INT_MAX - kTile;
+}
+
+// Whether runs of `lanes` channels of both inputs may be loaded at once. The stride of a dimension of size 1 is never used.
+bool grad_in_lanes(const WgradArgs& a, int lanes, int element_bytes) {
+  return a.shape.out_channels % lanes == 0 && is_aligned(a.grad_z, lanes * element_bytes) &&
+         (a.shape.out_pixels() <= 1 || a.grad_z_stride % lanes == 0);
+}
+bool x_in_lanes(const WgradArgs& a, int lanes, int element_bytes) {
+  const ConvShape& s = a.shape;
+  return s.in_channels % lanes == 0 && is_aligned(a.x, lanes * element_bytes) &&
+         (s.batch == 1 || a.x_strides.n % lanes == 0) && (s.in_h == 1 || a.x_strides.h % lanes == 0) &&
+         (s.in_w == 1 || a.x_strides.w % lanes == 0);
+}
+
+constexpr int kDepthwiseLanes = 2;
+
+template <class T, int kLanes, int kTaps>
+void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const DepthwiseCut g = cut_depthwise(s, kLanes);
+  if (g.slices > 0) {
+    const unsigned int blocks = checked_grid(int64_t(ceil_div(g.slices, g.groups)) * g.chunks, "wgrad, depthwise");
+    const int threads = round_up(g.across * s.kernel_h * g.groups, 32);
+    with_bool(s.stride_w == 2, [&](auto two) {
+      constexpr int kStride = decltype(two)::value ? 2 : 1;
+      wgrad_depthwise_kernel<T, kLanes, kTaps, kStride><<<blocks, threads, 0, stream>>>(a, g);
+    });
+    check_launch("wgrad, depthwise");
+  }
+  const int taps = s.kernel_h * kTaps;
+  finish<Accumulator<T>>(a,
+                         {int64_t(taps) * s.out_channels,
+                          g.slices,
+                          taps,
+                          s.out_channels,
+                          kTaps,
+                          {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
+                         stream);
+}
+
+template <class T>
+void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(T));
+  with_bool(grad_in_lanes(a, kDepthwiseLanes, kBytes) && x_in_lanes(a, kDepthwiseLanes, kBytes), [&](auto words) {
+    constexpr int kLanes = decltype(words)::value ? kDepthwiseLanes : 1;
+    switch (a.shape.kernel_w) {
+      case 3: return launch_depthwise<T, kLanes, 3>(a, stream);
+      case 5: return launch_depthwise<T, kLanes, 5>(a, stream);
+      default: return launch_depthwise<T, kLanes, 7>(a, stream);
+    }
+  });
+}
+
+template <class T>
+void launch_dense(const WgradArgs& a, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(T)), kWords = kLanesOf16Bytes<T>;
+  const ConvShape& s = a.shape;
+  const DenseCut g = cut_dense(s, kBytes);
+  if (g.slices > 0) {
+    const unsigned int blocks = checked_grid(int64_t(g.slices) * g.channel_tiles * g.column_tiles, "wgrad, dense");
+    with_bool(grad_in_lanes(a, kWords, kBytes), [&](auto grad_words) {
+      with_bool(x_in_lanes(a, kWords, kBytes), [&](auto x_words) {
+        constexpr int kGradLanes = decltype(grad_words)::value ? kWords : 1;
+        constexpr int kXLanes = decltype(x_words)::value ? kWords : 1;
+        wgrad_dense_kernel<T, kGradLanes, kXLanes><<<blocks, kDenseThreads, 0, stream>>>(a, g);
+      });
+    });
+    check_launch("wgrad, dense");
+  }
+  finish<T>(a,
+            {int64_t(s.out_channels) * g.columns, g.slices, s.kernel_h * s.kernel_w, s.in_channels, s.kernel_w,
+             a.grad_weight_strides},
+            stream);
+}
+
+}  // namespace
+
+bool has_wgrad(const ConvShape& s, DType dtype, bool allow_tf32) {
+  return depthwise_served(s, dtype) || (dense_served(s, dtype) && !(dtype == DType::kFloat32 && allow_tf32));
+}
+
+int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
+  if (!depthwise_served(s, dtype)) {
+    return cut_dense(s, size_of(dtype)).slices * int64_t(s.out_channels) * s.kernel_h * s.kernel_w * s.in_channels *
+           size_of(dtype);
+  }
+  // Whether words fit depends on pointers too: room for either cut.
+  const int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
+  return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
+}
+
+void wgrad(const WgradArgs& a, DType dtype, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  if (depthwise_served(s, dtype)) {
+    with_type(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      if constexpr (!std::is_same_v<T, double>) launch_depthwise<T>(a, stream);
+    });
+  } else if (dense_served(s, dtype)) {
+    dtype == DType::kFloat64 ? launch_dense<double>(a, stream) : launch_dense<float>(a, stream);
+  } else {
+    fail("wgrad: no kernel for ", name_of(dtype), ", ", s.kernel_h, "x", s.kernel_w, ", stride ", s.stride_h, "x",
+         s.stride_w, ", dilation ", s.dilation_h, "x", s.dilation_w, ", groups ", s.groups, ", channels ",
+         s.in_channels, " -> ", s.out_channels);
+  }
+}
+
+}  // namespace yolo12_fastconv
