@@ -140,8 +140,10 @@ struct TapRow {
 };
 
 template <class T, int kLanes, int kTaps, int kStride>
-__global__ __launch_bounds__(kThreads, resident_blocks(kTaps)) void wgrad_depthwise_kernel(const WgradArgs a,
-                                                                                           const DepthwiseCut g) {
+__global__ __launch_bounds__(kThreads, kLanes == 2 && sizeof(T) == 4 && kTaps == 7 && kStride == 2
+                                           ? 2  // its words of x are twice as wide: 80 registers spill
+                                           : resident_blocks(kTaps)) void wgrad_depthwise_kernel(const WgradArgs a,
+                                                                                                 const DepthwiseCut g) {
   using Row = TapRow<T, kLanes, kTaps, kStride>;
   using Acc = Accumulator<T>;
   constexpr int kUnroll = 4;  // outputs whose loads are in flight together
