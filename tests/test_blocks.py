@@ -1124,7 +1124,7 @@ def test_gpu_block_against_float64(cuda, name, layout, dtype, training):
     x = make_input(block, (20, 34), 2, dtype).detach().to(cuda).to(memory_format=layout)
     fast = patched_copy(block)
     assert fused_calls(copy.deepcopy(fast), x) == 1
-    assert fast(x).is_contiguous(memory_format=torch.channels_last)
+    assert fast(x).stride(1) == 1  # channels_last; an odd width may have gaps between its pixels
     assert_no_worse(errors(block, x), 4 * torch.finfo(dtype).eps)
 
 
