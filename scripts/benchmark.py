@@ -33,16 +33,15 @@ from typing import Any
 import records
 from records import RECORDS, ROOT
 
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package of this checkout, and tests/cases.py
+from yolo12_fastconv._arguments import Keys, UsageError, parse_pair, positive  # noqa: E402
+
 MODELS = ("yolo12n", "yolo12s", "yolo12m", "yolo12l", "yolo12x")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PEERS = ("eager", "cudnn", "compile")
 TARGETS = ("sm80", "sm90")
 IDENTITY = ("model", "batch", "imgsz", "dtype", "tf32", "target")
 """What a set of a record is known by."""
-
-
-class UsageError(Exception):
-    """The command cannot run; the message is one line with the value and the remedy."""
 
 
 @dataclass
@@ -74,19 +73,12 @@ def _several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return convert
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _batches(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def _imgsz(text: str) -> int:
-    size = _positive(text)
+    size = positive(text)
     if size % 32:
         raise ValueError
     return size
@@ -105,7 +97,7 @@ def _out(text: str) -> Path:
     return Path(text).absolute()
 
 
-_KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+_KEYS: Keys = {
     "model": (_several(MODELS), f"some of {','.join(MODELS)}"),
     "batch": (_batches, "numbers from 1, as in 1,32"),
     "dtype": (_several(DTYPES), f"some of {','.join(DTYPES)}"),
@@ -113,8 +105,8 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "peers": (_several(PEERS), f"some of {','.join(PEERS)}"),
     "tf32": (lambda text: {"true": True, "false": False}[text.lower()], "True or False"),
     "target": (lambda text: {name: name for name in TARGETS}[text], f"one of {', '.join(TARGETS)}"),
-    "replays": (_positive, "a number from 1"),
-    "rows": (lambda text: None if text == "all" else _positive(text), "a number from 1, or all"),
+    "replays": (positive, "a number from 1"),
+    "rows": (lambda text: None if text == "all" else positive(text), "a number from 1, or all"),
     "out": (_out, "a folder"),
     "budget": (_seconds, "seconds"),
 }
@@ -128,16 +120,8 @@ def parse(arguments: Sequence[str]) -> Options:
     """
     options = Options()
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise UsageError(f"{argument!r} is not KEY=VALUE; the keys are {', '.join(_KEYS)}")
-        if key not in _KEYS:
-            raise UsageError(f"unknown key {key!r}; the keys are {', '.join(_KEYS)}")
-        convert, expected = _KEYS[key]
-        try:
-            setattr(options, key, convert(value))
-        except (KeyError, ValueError):
-            raise UsageError(f"{key}={value}: {key} must be {expected}") from None
+        key, value = parse_pair(argument, _KEYS)
+        setattr(options, key, value)
     return options
 
 
@@ -518,5 +502,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package of this checkout, and tests/cases.py
     sys.exit(main())

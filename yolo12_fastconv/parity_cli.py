@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yolo12_fastconv._arguments import Keys, UsageError, parse_pair, positive
 from yolo12_fastconv.parity_report import ParityReport
 
 __all__ = ["UsageError", "main", "run"]
@@ -40,10 +41,6 @@ _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
 _PICTURES = {".bmp", ".dng", ".heic", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"}
-
-
-class UsageError(Exception):
-    """The check cannot run; the message is one line with the value and the remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,15 +100,8 @@ def _boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
 def _size(text: str) -> tuple[int, int]:
-    values = [_positive(part) for part in text.strip("[]() ").split(",")]
+    values = [positive(part) for part in text.strip("[]() ").split(",")]
     if len(values) > 2:
         raise ValueError
     return values[0], values[-1]
@@ -128,10 +118,10 @@ def _mode(text: str) -> str:
     return {"eval": "eval", "val": "eval", "predict": "eval", "train": "train"}[text]
 
 
-_KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+_KEYS: Keys = {
     "model": (str, "a .pt or .yaml file"),
     "source": (str, "a picture or a folder"),
-    "batch": (_positive, "a positive number"),
+    "batch": (positive, "a positive number"),
     "imgsz": (_size, "a positive number, or height,width"),
     "mode": (_mode, "eval or train"),
     "dtype": (lambda text: _DTYPES[text.lower()], "fp32, fp16 or bf16"),
@@ -162,20 +152,7 @@ def _parse(arguments: list[str]) -> _Options:
                 raise UsageError(f"--{name} needs a file name")
             setattr(options, name, value)
             continue
-        key, equals, value = argument.partition("=")
-        if not equals and key in _BARE:
-            value = "True"
-        elif not equals:
-            raise UsageError(f"{argument!r} is not KEY=VALUE; the keys are {', '.join(_KEYS)}")
-        if key not in _KEYS:
-            raise UsageError(f"unknown key {key!r}; the keys are {', '.join(_KEYS)}")
-        convert, expected = _KEYS[key]
-        try:
-            converted = convert(value)
-        except (KeyError, ValueError):
-            raise UsageError(f"{key}={value}: {key} must be {expected}") from None
-        if convert is str and not value:
-            raise UsageError(f"{key}= is empty: {key} must be {expected}")
+        key, converted = parse_pair(argument, _KEYS, _BARE)
         if key in ("dtype", "quantize", "half", "bf16"):
             if converted is None:  # half=False says what is the case anyway
                 continue

@@ -48,6 +48,11 @@ struct ConvShape {
   bool pointwise() const {
     return kernel_h == 1 && kernel_w == 1 && stride_h == 1 && stride_w == 1 && pad_h == 0 && pad_w == 0;
   }
+  // One filter per channel, as wide as high, and so its stride.
+  bool square_depthwise() const {
+    return groups == in_channels && in_channels == out_channels && kernel_h == kernel_w && stride_h == stride_w &&
+           dilation_h == 1 && dilation_w == 1;
+  }
 };
 
 // y = act(conv(x, weight) * scale + shift) + residual

@@ -1,6 +1,6 @@
 // Programmatic dependent launch (compute capability 9.0 and later): a kernel starts while the one before it in the
 // stream still runs, sets up what does not depend on it, and waits before it touches global memory. Between short
-// kernels that hides the launch and the set-up, 1 to 2 us each.
+// kernels that hides the launch and the set-up.
 #pragma once
 
 #include <cuda_runtime.h>

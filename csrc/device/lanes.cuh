@@ -81,6 +81,16 @@ __device__ __forceinline__ Lanes<T, kCount> narrow(const Accumulator<T> (&in)[kC
   return lanes;
 }
 
+// Four neighbouring values of a row of shared memory, aligned to 16 bytes.
+__device__ __forceinline__ void load_run(const float* from, float* out) {
+  const float4 run = *reinterpret_cast<const float4*>(from);
+  out[0] = run.x, out[1] = run.y, out[2] = run.z, out[3] = run.w;
+}
+__device__ __forceinline__ void load_run(const double* from, double* out) {
+  const double2 low = reinterpret_cast<const double2*>(from)[0], high = reinterpret_cast<const double2*>(from)[1];
+  out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
+}
+
 inline bool is_aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 }  // namespace yolo12_fastconv

@@ -64,6 +64,12 @@ struct ScaleShift {
   Acc scale, shift;
 };
 
+template <class Acc>
+__device__ __forceinline__ ScaleShift<Acc> scale_shift(Acc bias, Acc gamma, Acc beta, Acc mean, Acc var, double eps) {
+  const Acc scale = gamma * (Acc(1) / sqrt(var + Acc(eps)));
+  return {scale, beta + (bias - mean) * scale};
+}
+
 // See fold(). P: the dtype of all vectors that are there.
 template <class Acc, class P>
 __device__ __forceinline__ ScaleShift<Acc> fold_from(const Affine& a, int channel) {
@@ -72,8 +78,8 @@ __device__ __forceinline__ ScaleShift<Acc> fold_from(const Affine& a, int channe
   };
   const P bias = load(a.bias, 0.0f), gamma = load(a.gamma, 1.0f), beta = load(a.beta, 0.0f);
   const P mean = load(a.mean, 0.0f), var = load(a.var, 1.0f);
-  const Acc scale = convert<Acc>(gamma) * (Acc(1) / sqrt(convert<Acc>(var) + Acc(a.eps)));
-  return {scale, convert<Acc>(beta) + (convert<Acc>(bias) - convert<Acc>(mean)) * scale};
+  return scale_shift(convert<Acc>(bias), convert<Acc>(gamma), convert<Acc>(beta), convert<Acc>(mean), convert<Acc>(var),
+                     a.eps);
 }
 
 // scale = gamma / sqrt(var + eps), shift = beta + (bias - mean) * scale, in Acc: a fold in half loses bits, and
@@ -91,12 +97,9 @@ __device__ __forceinline__ ScaleShift<Acc> fold(const Affine& a, int channel) {
       default: return fold_from<Acc, double>(a, channel);
     }
   }
-  const Acc bias = load_channel<Acc>(a.bias, channel, Acc(0));
-  const Acc invstd = Acc(1) / sqrt(load_channel<Acc>(a.var, channel, Acc(1)) + Acc(a.eps));
-  const Acc scale = load_channel<Acc>(a.gamma, channel, Acc(1)) * invstd;
-  const Acc shift =
-      load_channel<Acc>(a.beta, channel, Acc(0)) + (bias - load_channel<Acc>(a.mean, channel, Acc(0))) * scale;
-  return {scale, shift};
+  return scale_shift(load_channel<Acc>(a.bias, channel, Acc(0)), load_channel<Acc>(a.gamma, channel, Acc(1)),
+                     load_channel<Acc>(a.beta, channel, Acc(0)), load_channel<Acc>(a.mean, channel, Acc(0)),
+                     load_channel<Acc>(a.var, channel, Acc(1)), a.eps);
 }
 
 // 1 / (1 + exp(-u)). kFast: ex2.approx and rcp.approx, subnormals flushed; the error grows with |u| to 2 + 1.2 |u| ulp of
@@ -127,6 +130,15 @@ __device__ __forceinline__ float silu_of_half(float h) {
   float t;
   asm("tanh.approx.f32 %0, %1;\n" : "=f"(t) : "f"(h));
   return fmaf(h, t, h);
+}
+
+// What an epilogue multiplies and adds, zeros behind the last channel. `halved`: for silu_of_half; exact.
+__device__ __forceinline__ ScaleShift<float> fold_for_epilogue(const Affine& a, int channel, int channels,
+                                                               bool halved) {
+  ScaleShift<float> folded = {0.0f, 0.0f};
+  if (channel < channels) folded = fold<float>(a, channel);
+  const float factor = halved ? 0.5f : 1.0f;
+  return {folded.scale * factor, folded.shift * factor};
 }
 
 template <class T, class Acc>

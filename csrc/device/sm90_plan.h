@@ -8,6 +8,10 @@
 
 namespace yolo12_fastconv {
 
+// The largest current GPU (H100 SXM, H200), for which estimates are made and work is cut.
+constexpr int kMultiprocessors = 132;
+constexpr double kL2BytesPerCycle = 46;  // to each of them; fitted, see host/sm90_plan.cpp
+
 // How the pixels of x reach shared memory.
 enum class PixelMode : int {
   kRows = 0,  // 1x1: x is a matrix of pixels; a tile is 64 rows of it
@@ -78,7 +82,7 @@ inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tiles, int64_t
 }
 
 // The plan with the lowest estimate. channels is 0 where the kernel can't run the convolution. Takes for granted: half
-// or bfloat16, and rows of x aligned to 16 bytes.
+// or bfloat16, and rows of x aligned to 16 bytes. Weighs some 200 of them: choose_kernel() keeps what it got.
 Sm90Plan plan_sm90(const ConvShape& shape);
 std::string sm90_name(const Sm90Plan& plan);
 

@@ -1,10 +1,6 @@
 #include "device/sm90_plan.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <map>
-#include <mutex>
 #include <sstream>
 
 #include "device/dispatch.h"
@@ -12,13 +8,11 @@
 namespace yolo12_fastconv {
 namespace {
 
-constexpr int kMultiprocessors = 132;  // H100 SXM, H200
 constexpr double kHbmBytesPerCycle = 18.6;
 
 // Fitted to 5900 timings on an H200: 230 layers of YOLO12, each with up to 36 plans. The plans that this picks
 // take 1.6 % longer in sum than the fastest ones.
 constexpr double kPixelBytesPerCycle = 37;         // from L2, resident weights
-constexpr double kBytesPerCycle = 46;              // from L2, otherwise
 constexpr double kFirstWeightBytesPerCycle = 14;   // resident weights, before any product
 constexpr double kStageCycles = 340;               // resident: a worker's instructions per pixel stage
 constexpr double kTapCycles = 210;                 //   and per weight stage
@@ -138,7 +132,7 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
       return tiles == 0 ? 0 : std::max({tiles * products, tiles * (finish - kTileCycles), alone});
     };
     compute = waves * (full_rounds * round(p.workers) + round(rest));
-    transfer = waves * column_tiles * pixel_bytes / kPixelBytesPerCycle + weight_bytes / kBytesPerCycle;
+    transfer = waves * column_tiles * pixel_bytes / kPixelBytesPerCycle + weight_bytes / kL2BytesPerCycle;
   } else {
     const double lag = double(sm90_lag_blocks(p, blocks, tiles, columns)) * (p.workers - 1) / blocks;
     const auto round = [&](int tiles) {
@@ -149,7 +143,7 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
     };
     compute = waves * ((full_rounds + lag) * round(p.workers) + round(rest));
     const double rounds = waves * (full_rounds + (rest > 0));
-    transfer = (waves * column_tiles * pixel_bytes + (rounds + 1) * weight_bytes) / kBytesPerCycle;
+    transfer = (waves * column_tiles * pixel_bytes + (rounds + 1) * weight_bytes) / kL2BytesPerCycle;
   }
   const double memory = (double(s.in_pixels()) * row + double(s.out_pixels()) * s.out_channels * 2 +
                          double(s.out_channels) * taps * row) /
@@ -159,7 +153,9 @@ double estimate(const ConvShape& s, const Sm90Plan& p) {
          (p.resident ? weight_bytes / kFirstWeightBytesPerCycle : 0);
 }
 
-Sm90Plan best_plan(const ConvShape& s) {
+}  // namespace
+
+Sm90Plan plan_sm90(const ConvShape& s) {
   Sm90Plan best;
   constexpr int64_t kLongest = (int64_t(1) << 31) - 4096;  // positions reach a tile behind the last pixel
   if (s.groups != 1 || s.in_channels == 0 || s.kernel_h * s.kernel_w > kSm90MaxTaps || s.stride_h > 8 ||
@@ -196,24 +192,6 @@ Sm90Plan best_plan(const ConvShape& s) {
     }
   }
   return best;
-}
-
-}  // namespace
-
-// Some 200 plans are weighed, which takes longer than a launch; so what was found for a shape is kept.
-Sm90Plan plan_sm90(const ConvShape& s) {
-  using Key = std::array<int, sizeof(ConvShape) / sizeof(int)>;
-  constexpr size_t kMostShapes = 4096;
-  static std::mutex mutex;
-  static std::map<Key, Sm90Plan> known;
-  Key key;
-  static_assert(sizeof(key) == sizeof(s), "ConvShape is made of ints");
-  std::memcpy(key.data(), &s, sizeof(s));
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = known.find(key);
-  if (found != known.end()) return found->second;
-  if (known.size() == kMostShapes) known.clear();
-  return known[key] = best_plan(s);
 }
 
 std::string sm90_name(const Sm90Plan& p) {

@@ -1,12 +1,17 @@
 #include "device/tile_menu.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <set>
+#include <string>
+#include <utility>
 
 #include "build_info.h"
 #include "device/dispatch.h"
@@ -18,10 +23,8 @@ namespace {
 constexpr int kFirstTensorCoreCapability = 80;
 
 bool is_depthwise(const ConvShape& s) {
-  const bool square = s.kernel_h == s.kernel_w && s.stride_h == s.stride_w;
   const bool size = s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7;
-  return s.groups > 1 && s.groups == s.in_channels && s.in_channels == s.out_channels && square && size &&
-         (s.stride_h == 1 || s.stride_h == 2) && s.dilation_h == 1 && s.dilation_w == 1;
+  return s.groups > 1 && s.square_depthwise() && size && (s.stride_h == 1 || s.stride_h == 2);
 }
 
 // A network's first convolution. All weights of the stem kernel lie in shared memory, and it counts tiles of 4 x 32
@@ -47,13 +50,11 @@ bool fits_implicit_gemm(const ConvShape& s) {
 
 // Cycles of a multiprocessor (H200, 1.755 GHz) from the end of the kernel before to the end of this one, with x and w in
 // L2, as they are when one image runs through a model. Not fitted to timings yet.
-constexpr int kMultiprocessors = 132;      // of the largest current GPU: fewer blocks leave some idle
 constexpr double kFirstTileCycles = 600;   // the first copies' way from L2: 500, and a barrier
 constexpr double kStageCycles = 70;        // wait, barrier, first ldmatrix
 constexpr double kStepCycles = 35;         // products that wait for the products before
 constexpr double kFinishCycles = 250;      // sums through shared memory to y, besides:
 constexpr double kOutputsPerCycle = 12;    //   128 lanes, 10 instructions an element
-constexpr double kL2BytesPerCycle = 46;    // as in sm90_plan.cpp
 constexpr double kSharedBytesPerCycle = 128;
 constexpr double kProductsPerCycle = 1270;  // mma.sync in half: 62 % of wgmma's 2048
 
@@ -147,8 +148,7 @@ std::string forced_target(int capability) {
   return target;
 }
 
-KernelChoice choose(const MenuQuery& query) {
-  const std::string target = forced_target(query.capability);
+KernelChoice choose(const MenuQuery& query, const std::string& target) {
   const ConvShape& s = query.shape;
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
   if (is_depthwise(s)) {
@@ -174,10 +174,26 @@ KernelChoice choose(const MenuQuery& query) {
 
 }  // namespace
 
+// Some 200 plans and 10 tiles are weighed, which takes longer than a launch; so what was found is kept.
 KernelChoice choose_kernel(const MenuQuery& query) {
-  const KernelChoice choice = choose(query);
-  print_once(query, choice);
-  return choice;
+  constexpr size_t kMostChoices = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
+  static_assert(kShapeInts * sizeof(int) == sizeof(ConvShape), "ConvShape is made of ints");
+  using Key = std::pair<std::array<int, kShapeInts + 3>, std::string>;
+  static std::mutex mutex;
+  static std::map<Key, KernelChoice> known;
+  Key key = {{}, forced_target(query.capability)};
+  std::memcpy(key.first.data(), &query.shape, sizeof(query.shape));
+  key.first[kShapeInts] = static_cast<int>(query.dtype);
+  key.first[kShapeInts + 1] = query.allow_tf32;
+  key.first[kShapeInts + 2] = query.capability;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(key);
+  if (found == known.end()) {
+    if (known.size() == kMostChoices) known.clear();
+    found = known.emplace(key, choose(query, key.second)).first;
+  }
+  print_once(query, found->second);
+  return found->second;
 }
 
 std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {

@@ -346,9 +346,8 @@ void launch_kernel_size(const ConvArgs& a, cudaStream_t stream) {
 
 void depthwise(const ConvArgs& a, DType dtype, cudaStream_t stream) {
   const ConvShape& s = a.shape;
-  const bool served = s.groups == s.in_channels && s.in_channels == s.out_channels && s.kernel_h == s.kernel_w &&
-                      s.stride_h == s.stride_w && (s.stride_h == 1 || s.stride_h == 2) && s.dilation_h == 1 &&
-                      s.dilation_w == 1 && (a.x_strides.c == 1 || s.in_channels == 1) &&
+  const bool served = s.square_depthwise() && (s.stride_h == 1 || s.stride_h == 2) &&
+                      (a.x_strides.c == 1 || s.in_channels == 1) &&
                       (a.residual == nullptr || a.residual_strides.c == 1 || s.in_channels == 1);
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -119,14 +119,11 @@ __device__ __forceinline__ void fill_taps(const ConvArgs& a, const BlockPosition
   to[kKernel + 1] = 0;
 }
 
-// Scale and shift of each channel; silu_of_half takes half of its argument. By the last warp, which has no taps to wait
-// for.
-__device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, float2* affine) {
+// Scale and shift of each channel. By the last warp, which has no taps to wait for.
+__device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, ScaleShift<float>* affine) {
   const int channel = static_cast<int>(threadIdx.x) - (kThreads - 32);
   if (channel < 0 || channel >= at.channels) return;
-  const ScaleShift<float> folded = fold<float>(a.affine, at.channel + channel);
-  const float factor = a.act == Act::kSilu ? 0.5f : 1.0f;
-  affine[channel] = make_float2(folded.scale * factor, folded.shift * factor);
+  affine[channel] = fold_for_epilogue(a.affine, at.channel + channel, a.shape.out_channels, a.act == Act::kSilu);
 }
 
 template <class Tile>
@@ -446,7 +443,7 @@ template <class Tile>
 __global__ __launch_bounds__(kThreads, kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
   extern __shared__ __align__(16) unsigned char shared[];
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
-  float2* const affine = reinterpret_cast<float2*>(shared + Tile::kAffineOffset);
+  auto* const affine = reinterpret_cast<ScaleShift<float>*>(shared + Tile::kAffineOffset);
   const BlockPosition at = block_position(a.shape, g, Tile::kRows);
   const int thread = threadIdx.x, warp = thread / 32;
   let_later_kernels_start();
@@ -475,7 +472,7 @@ __global__ __launch_bounds__(kThreads, kResident) void depthwise_mma_kernel(cons
     UnitSums<Tile> sums;
     convolve<Tile>(sums, shared_address(input) + first_row, g, taps);
     if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, taps);
-    finish<Tile>(sums, affine[channel].x, affine[channel].y, a.act);
+    finish<Tile>(sums, affine[channel].scale, affine[channel].shift, a.act);
     __syncwarp();  // no lane reads x of this channel any more
     stage_results<Tile>(sums, input, g);
   }
@@ -558,9 +555,7 @@ void launch_kernel_size(const ConvArgs& a, cudaStream_t stream) {
 
 void depthwise_mma(const ConvArgs& a, DType dtype, cudaStream_t stream) {
   const ConvShape& s = a.shape;
-  const bool served = s.groups == s.in_channels && s.in_channels == s.out_channels && s.out_channels % 8 == 0 &&
-                      s.kernel_h == s.kernel_w && s.stride_h == 1 && s.stride_w == 1 && s.dilation_h == 1 &&
-                      s.dilation_w == 1;
+  const bool served = s.square_depthwise() && s.stride_h == 1 && s.out_channels % 8 == 0;
   with_half_type(dtype, "depthwise_mma", [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (served && s.kernel_h == 3) return launch_kernel_size<T, 3>(a, stream);

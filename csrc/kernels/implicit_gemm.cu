@@ -478,12 +478,9 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   }
   // Under the latency of the first tiles.
   const bool silu = args.act == Act::kSilu;
-  const float factor = silu && sizeof(typename Config::T) == 2 ? 0.5f : 1.0f;  // exact; see finish()
+  const bool halved = silu && sizeof(typename Config::T) == 2;  // see finish()
   for (int c = threadIdx.x; c < Config::kChannels; c += Config::kThreads) {
-    const int channel = first_channel + c;
-    ScaleShift<float> folded = {0.0f, 0.0f};
-    if (channel < args.out_channels) folded = fold<float>(args.affine, channel);
-    affine[c] = {folded.scale * factor, folded.shift * factor};
+    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
   }
 
   Accumulators<Config> sum = {};

@@ -531,11 +531,7 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
   const int threads = 128 * args.workers;
   for (int c = threadIdx.x; c < kChannels; c += threads) {
-    const int channel = first_channel + c;
-    ScaleShift<float> f = {0.0f, 0.0f};
-    if (channel < args.out_channels) f = fold<float>(args.affine, channel);
-    // silu_of_half takes half of its argument; halving is exact.
-    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
+    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, args.act == Act::kSilu);
   }
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }

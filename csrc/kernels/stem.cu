@@ -5,8 +5,8 @@
 //                                                     * w[k, c, r, s] + shift[k]) + residual[n, p, q, k]
 //
 // x: any strides, in the compute dtype or in float, rounded here as a cast before the convolution would round it; pixels
-// outside of the image are zero. w: any strides and dtype, rounded to the compute dtype. y: NHWC, dense, half or bfloat16.
-// Float sums.
+// outside of the image are zero. w: any strides and dtype, rounded to the compute dtype. y: NHWC, pixels y_stride apart, half
+// or bfloat16. Float sums.
 //
 // The layer is all memory traffic (3 -> 16 at 640x640 reads 2.5 MB and writes 3.3 MB per picture, for 44 M products). So x
 // is read in the form it comes in, without a copy in between, and a lane's results go straight to y:
@@ -332,10 +332,7 @@ __global__ __launch_bounds__(kThreads,
     default: set_up_weights<Config, double>(args, parity, fragments); break;
   }
   for (int c = threadIdx.x; c < args.groups * Config::kGroupChannels; c += kThreads) {
-    ScaleShift<float> f = {0.0f, 0.0f};
-    if (c < args.out_channels) f = fold<float>(args.affine, c);
-    // silu_of_half takes half of its argument; halving is exact.
-    affine[c] = args.act == Act::kSilu ? ScaleShift<float>{0.5f * f.scale, 0.5f * f.shift} : f;
+    affine[c] = fold_for_epilogue(args.affine, c, args.out_channels, args.act == Act::kSilu);
   }
   __syncthreads();
 

@@ -43,7 +43,7 @@ constexpr int kThreads = 256;
 // Blocks resident on a multiprocessor: 64 registers a thread spill 20 to 200 bytes from 5 taps on.
 constexpr int resident_blocks(int taps) { return taps == 3 ? 4 : 3; }
 // One round on the largest GPUs; more slices would cost more in the workspace than they balance.
-constexpr int depthwise_blocks(int taps) { return 132 * resident_blocks(taps); }
+constexpr int depthwise_blocks(int taps) { return kMultiprocessors * resident_blocks(taps); }
 // Outputs of a row in one chain of sums. Shorter ones only to have enough work for a small tensor.
 constexpr int kLongStrip = 64, kShortStrip = 16;
 constexpr int kMaxKernelRows = 7;
@@ -213,7 +213,7 @@ constexpr int kDenseThreads = 128;
 constexpr int kSide = 4, kRuns = 2;  // sums of a thread: kSide output channels x kRuns runs of 4 columns
 constexpr int kFlushStages = 8;  // stages in one chain of sums
 // Two rounds of what is resident on the largest GPUs.
-constexpr int kDenseBlocks = 1056;
+constexpr int kDenseBlocks = 2 * 4 * kMultiprocessors;
 constexpr int64_t kDenseWorkspaceBytes = int64_t(64) << 20;
 
 struct DenseCut {
@@ -271,16 +271,6 @@ struct CopyShare {
   static __device__ __forceinline__ int column() { return static_cast<int>(threadIdx.x) % kWords * kLanes; }
   static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) / kWords; }
 };
-
-// Four neighbouring values of a row of shared memory, aligned to 16 bytes.
-__device__ __forceinline__ void load_run(const float* from, float* out) {
-  const float4 run = *reinterpret_cast<const float4*>(from);
-  out[0] = run.x, out[1] = run.y, out[2] = run.z, out[3] = run.w;
-}
-__device__ __forceinline__ void load_run(const double* from, double* out) {
-  const double2 low = reinterpret_cast<const double2*>(from)[0], high = reinterpret_cast<const double2*>(from)[1];
-  out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
-}
 
 template <class T, int kGradLanes, int kXLanes>
 __global__ __launch_bounds__(kDenseThreads, sizeof(T) == 4 ? 4 : 2) void wgrad_dense_kernel(const WgradArgs a,
