@@ -54,10 +54,19 @@ __device__ __forceinline__ void barrier_arrive_if(uint32_t barrier, uint32_t con
 #endif
 }
 
-// Arrives, and adds `bytes` that copies still have to deliver to the current phase.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+// Arrives, and adds `bytes` that copies still have to deliver to the current phase. In the lane where `leads` is not 0, as
+// are the copies below: a warp that runs its loops as a whole keeps addresses in uniform registers, where a single lane
+// would have each copy start in a loop over lanes.
+__device__ __forceinline__ void barrier_expect(uint32_t leads, uint32_t barrier, int bytes) {
 #if YOLO12_HAS_WGMMA
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      "}\n" ::"r"(barrier),
+      "r"(bytes), "r"(leads)
+      : "memory");
 #endif
 }
 
@@ -88,38 +97,51 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 }
 
 // The box of `map` at these coordinates into shared memory; its bytes count on `barrier`.
-__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
-                                         int c2) {
+__device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
+                                         int c1, int c2) {
 #if YOLO12_HAS_WGMMA
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];\n" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(leads)
       : "memory");
 #endif
 }
 
-__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
-                                         int c3) {
+__device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
+                                         int c1, int c2, int c3) {
 #if YOLO12_HAS_WGMMA
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];\n" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %7, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], "
+      "[%2];\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads)
       : "memory");
 #endif
 }
 
 // Im2col mode: pixels from (c1, c2, c3) on in the order of the map's bounding box, all shifted by (right, down).
-__device__ __forceinline__ void load_pixels(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
-                                            int c2, int c3, int right, int down) {
+__device__ __forceinline__ void load_pixels(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier,
+                                            int c0, int c1, int c2, int c3, int right, int down) {
 #if YOLO12_HAS_WGMMA
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %9, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
       "%6}], "
-      "[%2], {%7, %8};\n" ::"r"(to),
+      "[%2], {%7, %8};\n"
+      "}\n" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(right)),
-      "h"(static_cast<uint16_t>(down))
+      "h"(static_cast<uint16_t>(down)), "r"(leads)
       : "memory");
 #endif
 }

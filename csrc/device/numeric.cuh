@@ -70,36 +70,51 @@ __device__ __forceinline__ ScaleShift<Acc> scale_shift(Acc bias, Acc gamma, Acc 
   return {scale, beta + (bias - mean) * scale};
 }
 
-// See fold(). P: the dtype of all vectors that are there.
-template <class Acc, class P>
-__device__ __forceinline__ ScaleShift<Acc> fold_from(const Affine& a, int channel) {
-  const auto load = [&](const ChannelVector& v, float absent) {
-    return v.data != nullptr ? static_cast<const P*>(v.data)[channel] : convert<P>(absent);
+// A channel's values as they lie in memory, of vectors of at most 32 bits an element.
+struct ChannelBits {
+  uint32_t bias, gamma, beta, mean, var;
+};
+
+// Asks for a channel's values without waiting for them, which converting them would: five loads one after the other are
+// 1.5 us. A kernel may start its copies before it calls fold_bits().
+__device__ __forceinline__ ChannelBits load_bits(const Affine& a, int channel) {
+  const auto load = [channel](const ChannelVector& v) -> uint32_t {
+    if (v.data == nullptr || v.dtype == DType::kFloat64) return 0;
+    if (v.dtype == DType::kFloat32) return static_cast<const uint32_t*>(v.data)[channel];
+    return static_cast<const uint16_t*>(v.data)[channel];
   };
-  const P bias = load(a.bias, 0.0f), gamma = load(a.gamma, 1.0f), beta = load(a.beta, 0.0f);
-  const P mean = load(a.mean, 0.0f), var = load(a.var, 1.0f);
-  return scale_shift(convert<Acc>(bias), convert<Acc>(gamma), convert<Acc>(beta), convert<Acc>(mean), convert<Acc>(var),
-                     a.eps);
+  return {load(a.bias), load(a.gamma), load(a.beta), load(a.mean), load(a.var)};
 }
 
-// scale = gamma / sqrt(var + eps), shift = beta + (bias - mean) * scale, in Acc: a fold in half loses bits, and
-// overflows for var > 65504. Vectors of one dtype, as in every module, are loaded together: load_channel() branches on the
-// dtype, and five of them one after the other wait for memory five times, 1.5 us.
+// scale = gamma / sqrt(var + eps), shift = beta + (bias - mean) * scale, in float: a fold in half loses bits, and overflows
+// for var > 65504. double vectors are loaded here.
+__device__ __forceinline__ ScaleShift<float> fold_bits(const Affine& a, const ChannelBits& bits, int channel) {
+  const auto value = [channel](const ChannelVector& v, uint32_t word, float absent) {
+    if (v.data == nullptr) return absent;
+    switch (v.dtype) {
+      case DType::kFloat16: return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+      case DType::kBFloat16: return __uint_as_float(word << 16);
+      case DType::kFloat32: return __uint_as_float(word);
+      default: return load_channel<float>(v, channel, absent);
+    }
+  };
+  const float bias = value(a.bias, bits.bias, 0.0f);
+  if (a.mean.data == nullptr) return {1.0f, bias};
+  return scale_shift(bias, value(a.gamma, bits.gamma, 1.0f), value(a.beta, bits.beta, 0.0f),
+                     value(a.mean, bits.mean, 0.0f), value(a.var, bits.var, 1.0f), a.eps);
+}
+
+// The same at once, in Acc.
 template <class Acc>
 __device__ __forceinline__ ScaleShift<Acc> fold(const Affine& a, int channel) {
-  if (a.mean.data == nullptr) return {Acc(1), load_channel<Acc>(a.bias, channel, Acc(0))};
-  const auto agrees = [&](const ChannelVector& v) { return v.data == nullptr || v.dtype == a.mean.dtype; };
-  if (agrees(a.bias) && agrees(a.gamma) && agrees(a.beta) && agrees(a.var)) {
-    switch (a.mean.dtype) {
-      case DType::kFloat16: return fold_from<Acc, __half>(a, channel);
-      case DType::kBFloat16: return fold_from<Acc, __nv_bfloat16>(a, channel);
-      case DType::kFloat32: return fold_from<Acc, float>(a, channel);
-      default: return fold_from<Acc, double>(a, channel);
-    }
+  if constexpr (std::is_same_v<Acc, float>) {
+    return fold_bits(a, load_bits(a, channel), channel);
+  } else {
+    const Acc bias = load_channel<Acc>(a.bias, channel, Acc(0));
+    if (a.mean.data == nullptr) return {Acc(1), bias};
+    return scale_shift(bias, load_channel<Acc>(a.gamma, channel, Acc(1)), load_channel<Acc>(a.beta, channel, Acc(0)),
+                       load_channel<Acc>(a.mean, channel, Acc(0)), load_channel<Acc>(a.var, channel, Acc(1)), a.eps);
   }
-  return scale_shift(load_channel<Acc>(a.bias, channel, Acc(0)), load_channel<Acc>(a.gamma, channel, Acc(1)),
-                     load_channel<Acc>(a.beta, channel, Acc(0)), load_channel<Acc>(a.mean, channel, Acc(0)),
-                     load_channel<Acc>(a.var, channel, Acc(1)), a.eps);
 }
 
 // 1 / (1 + exp(-u)). kFast: ex2.approx and rcp.approx, subnormals flushed; the error grows with |u| to 2 + 1.2 |u| ulp of
@@ -132,13 +147,23 @@ __device__ __forceinline__ float silu_of_half(float h) {
   return fmaf(h, t, h);
 }
 
-// What an epilogue multiplies and adds, zeros behind the last channel. `halved`: for silu_of_half; exact.
-__device__ __forceinline__ ScaleShift<float> fold_for_epilogue(const Affine& a, int channel, int channels,
-                                                               bool halved) {
+// What an epilogue multiplies and adds, zeros behind the last channel. `halved`: for silu_of_half; exact. The two functions
+// are load_bits() and fold_bits(), the third is both.
+__device__ __forceinline__ ChannelBits load_for_epilogue(const Affine& a, int channel, int channels) {
+  return channel < channels ? load_bits(a, channel) : ChannelBits{};
+}
+
+__device__ __forceinline__ ScaleShift<float> fold_for_epilogue(const Affine& a, const ChannelBits& bits, int channel,
+                                                               int channels, bool halved) {
   ScaleShift<float> folded = {0.0f, 0.0f};
-  if (channel < channels) folded = fold<float>(a, channel);
+  if (channel < channels) folded = fold_bits(a, bits, channel);
   const float factor = halved ? 0.5f : 1.0f;
   return {folded.scale * factor, folded.shift * factor};
+}
+
+__device__ __forceinline__ ScaleShift<float> fold_for_epilogue(const Affine& a, int channel, int channels,
+                                                               bool halved) {
+  return fold_for_epilogue(a, load_for_epilogue(a, channel, channels), channel, channels, halved);
 }
 
 template <class T, class Acc>

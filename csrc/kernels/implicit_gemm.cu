@@ -25,6 +25,7 @@
 // - 5 stages of a 32x32 tile in flight are 40 KB, more than the 500 cycles x 64 bytes that L2 can deliver meanwhile; a short
 //   reduction is in flight as a whole.
 // - The block is launched while the kernel before still runs (dependent_launch.cuh), with all index arithmetic done.
+#include <climits>
 #include <cstdint>
 #include <iterator>
 #include <utility>
@@ -467,7 +468,10 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   const uint32_t pipeline = shared_address(out);
   TileLoader<Config> loader(args, first_pixel, first_channel, pipeline);
   const int tiles = (args.chunks + Config::kChunks - 1) / Config::kChunks;
+  static_assert(Config::kChannels <= Config::kThreads, "a thread folds one channel");
+  const int folds = static_cast<int>(threadIdx.x) < Config::kChannels ? first_channel + threadIdx.x : INT_MAX;
   wait_for_earlier_kernels();
+  const ChannelBits bits = load_for_epilogue(args.affine, folds, args.out_channels);
 #pragma unroll
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
     if (stage < tiles) {
@@ -476,11 +480,10 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
       commit_async_copies();  // an empty group keeps the count that wait_for_async_copies relies on
     }
   }
-  // Under the latency of the first tiles.
   const bool silu = args.act == Act::kSilu;
   const bool halved = silu && sizeof(typename Config::T) == 2;  // see finish()
-  for (int c = threadIdx.x; c < Config::kChannels; c += Config::kThreads) {
-    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
+  if (threadIdx.x < Config::kChannels) {
+    affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folds, args.out_channels, halved);
   }
 
   Accumulators<Config> sum = {};

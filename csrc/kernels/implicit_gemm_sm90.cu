@@ -61,7 +61,7 @@ struct KernelArgs {
   Affine affine;
   Act act;
   PixelMode mode;
-  int planes, taps, workers, channel_tiles;
+  int planes, taps, workers;
   int out_channels, blocks, last_block_steps;  // stages that the input channels take; wgmma steps in the last one
   int row_bytes, stage_channels, group_bytes;  // group: eight rows of a pixel stage as wgmma reads it
   int pixel_stages, pixel_stage_bytes, pixel_filled_bytes;
@@ -75,7 +75,8 @@ struct KernelArgs {
   int offset_pixels, offset_output, offset_affine, offset_barriers;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
   int64_t pixels;
-  FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h;
+  int tile_channels;
+  FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h, by_channel_tiles, by_columns, by_workers;
   void* y_data;
   int64_t y_stride;
   const void* residual;
@@ -137,66 +138,85 @@ struct Ring {
   __device__ __forceinline__ uint32_t emptied(int stage) const { return barriers + (stages + stage) * 8; }
 };
 
-// Tiles of a block: every `columns`-th one, so that no block has more than one tile more than another. Its workers take
-// them in turn.
-__device__ __forceinline__ int tiles_of(const KernelArgs& args, int column) {
-  return (args.tiles - column + args.columns - 1) / args.columns;
+// The part of the work that a block has: `tiles` tiles of the same output channels, every args.columns-th one from
+// `column` on, so that no block has more than one tile more than another. Its workers take them in turn.
+struct BlockWork {
+  int first_channel, column, tiles;
+  int rounds;  // of tiles for all workers
+};
+
+__device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
+  BlockWork work;
+  int channel_tile, rest;
+  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), work.column, channel_tile);
+  work.first_channel = channel_tile * args.tile_channels;
+  args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
+  args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
+  return work;
 }
 
-// One thread per worker: fills the worker's ring of pixel stages, tile after tile.
-__device__ __forceinline__ void load_pixels_of(const KernelArgs& args, Ring ring, uint32_t stages, int worker,
-                                               int column) {
+__device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int tile) {
+  return args.mode == PixelMode::kWindow ? window_position(args, tile)
+         : args.mode == PixelMode::kTaps ? taps_position(args, tile)
+                                         : row_position(tile);
+}
+
+// A warp per worker: fills the worker's ring of pixel stages, tile after tile. `leads`: 1 in one lane, 0 in the others.
+__device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
+                                               int worker, const BlockWork& work) {
   RingPosition at;
-  const int tiles = tiles_of(args, column);
-  for (int i = worker; i < tiles; i += args.workers) {
-    const int tile = i * args.columns + column;
-    const TilePosition t = args.mode == PixelMode::kWindow ? window_position(args, tile)
-                           : args.mode == PixelMode::kTaps ? taps_position(args, tile)
-                                                           : row_position(tile);
+  int i = worker;
+  TilePosition t = position_of(args, i * args.columns + work.column);
+  wait_for_earlier_kernels();
+  while (i < work.tiles) {
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
     int block = worker * args.lag_blocks;
     for (int step = 0; step < args.blocks; ++step) {
       const int channel = block * args.stage_channels;
       if (++block == args.blocks) block = 0;
-      for (int i = 0; i < args.planes; ++i) {
+      for (int j = 0; j < args.planes; ++j) {
         barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
-        barrier_expect(filled, args.pixel_filled_bytes);
-        const Plane plane = args.plane[i];
+        barrier_expect(leads, filled, args.pixel_filled_bytes);
+        const Plane plane = args.plane[j];
         if (args.mode == PixelMode::kWindow) {
-          load_box(to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
+          load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
         } else {
-          for (int i = plane.first_tap; i <= plane.last_tap; ++i) {
-            const Tap part = args.tap[i];
+#pragma unroll 1
+          for (int k = plane.first_tap; k <= plane.last_tap; ++k) {
+            const Tap part = args.tap[k];
             if (args.mode == PixelMode::kRows) {
-              load_box(to + part.offset * 16, &args.x, filled, channel + part.channel, static_cast<int>(t.pixel), 0, 0);
+              load_box(leads, to + part.offset * 16, &args.x, filled, channel + part.channel,
+                       static_cast<int>(t.pixel), 0, 0);
             } else {
-              load_pixels(to + part.offset * 16, &args.x, filled, channel + part.channel, left, top, t.n, plane.right,
-                          plane.down);
+              load_pixels(leads, to + part.offset * 16, &args.x, filled, channel + part.channel, left, top, t.n,
+                          plane.right, plane.down);
             }
           }
         }
         at.advance(args.pixel_stages);
       }
     }
+    i += args.workers;
+    t = position_of(args, i * args.columns + work.column);
   }
 }
 
-// One thread: fills the weight stages, in the order in which the workers read them: once, or again for every round of
+// A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
 // tiles and for what the last worker lags behind the first.
-__device__ __forceinline__ void load_weights(const KernelArgs& args, Ring ring, uint32_t stages, int first_channel,
-                                             int column) {
+__device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
+                                             const BlockWork& work) {
   RingPosition at;
-  const int rounds = args.resident ? 1 : (tiles_of(args, column) + args.workers - 1) / args.workers;
-  const int steps = rounds * args.blocks + (args.workers - 1) * args.lag_blocks;
+  wait_for_earlier_kernels();
+  const int steps = (args.resident ? 1 : work.rounds) * args.blocks + (args.workers - 1) * args.lag_blocks;
   int block = 0;
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.taps; ++i) {
       barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage);
-      barrier_expect(filled, args.weight_stage_bytes);
-      load_box(stages + at.stage * args.weight_stage_bytes, &args.weight, filled,
-               block * args.stage_channels + args.tap[i].channel, args.tap[i].weight, first_channel);
+      barrier_expect(leads, filled, args.weight_stage_bytes);
+      load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight, filled,
+               block * args.stage_channels + args.tap[i].channel, args.tap[i].weight, work.first_channel);
       at.advance(args.weight_stages);
     }
     if (++block == args.blocks) block = 0;
@@ -380,21 +400,10 @@ __device__ __forceinline__ void multiply_steps(float (&sum)[kChannels / 2], cons
   wgmma_commit();
 }
 
-template <class T, int kChannels>
-__device__ __forceinline__ void multiply(float (&sum)[kChannels / 2], int steps, const Operands& from) {
-  if (steps == 4) {
-    multiply_steps<T, kChannels, 4>(sum, from);
-  } else if (steps == 2) {
-    multiply_steps<T, kChannels, 2>(sum, from);
-  } else if (steps == 1) {
-    multiply_steps<T, kChannels, 1>(sum, from);
-  } else {
-    multiply_steps<T, kChannels, 3>(sum, from);
-  }
-}
-
-// The products of one warpgroup's tiles. The loops are short of time for instructions rather than for tensor cores:
-// what a warp does between two groups of products takes 4 to 10 cycles an instruction.
+// The products of one warpgroup's tiles. With few channels a group of products takes 100 to 150 cycles, and what a warp
+// does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
+// with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products. So the taps of a
+// pixel stage and their steps are unrolled for the numbers of them that occur, which leaves about 40 instructions a tap.
 template <class T, int kChannels>
 class Worker {
  public:
@@ -410,73 +419,15 @@ class Worker {
     from_.weight_layout = descriptor_layout(args.row_bytes, 8 * args.row_bytes);
   }
 
-  // All products of a tile; the weights lie in shared memory, in the order of use. `wait`: they may still be on the
-  // way.
-  __device__ __forceinline__ void multiply_resident(float (&sum)[kChannels / 2], bool wait) {
-    uint32_t emptied = 0, release = 0, weight_filled = weight_ring_.barriers;
-    from_.weights = first_weights_;
-    int block = 0;
-    // Loops that run at least once, as the compiler has to see to keep the products asynchronous.
-    do {
-      const int steps = block + 1 == args_.blocks ? args_.last_block_steps : args_.block_steps;
-      int i = 0;
-      do {
-        const Plane plane = args_.plane[i];
-        const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
-        barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
-        int tap = plane.first_tap;
-        do {
-          if (wait) barrier_wait(weight_filled, 0);
-          from_.pixels = pixels + args_.tap[tap].offset;
-          multiply<T, kChannels>(sum, steps, from_);
-          from_.weights += args_.weight_stage_step;
-          weight_filled += 8;
-        } while (++tap <= plane.last_tap);
-        wgmma_wait<1>();
-        barrier_arrive_if(emptied, release);
-        emptied = pixel_ring_.emptied(pixel_at_.stage);
-        release = signals_;
-        pixel_at_.advance(pixel_ring_.stages);
-      } while (++i < args_.planes);
-    } while (++block < args_.blocks);
-    wgmma_wait<0>();
-    barrier_arrive_if(emptied, release);
-  }
-
-  // All products of a tile, from block `first` of the input channels on, round; the weights come through their ring.
-  __device__ __forceinline__ void multiply_streamed(float (&sum)[kChannels / 2], int first) {
-    uint32_t emptied = 0, release = 0, weight_emptied = 0, weight_release = 0;
-    int block = first;
-    do {
-      const int steps = block + 1 == args_.blocks ? args_.last_block_steps : args_.block_steps;
-      int i = 0;
-      do {
-        const Plane plane = args_.plane[i];
-        const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
-        barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
-        int tap = plane.first_tap;
-        do {
-          from_.pixels = pixels + args_.tap[tap].offset;
-          from_.weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
-          barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
-          multiply<T, kChannels>(sum, steps, from_);
-          wgmma_wait<1>();
-          barrier_arrive_if(weight_emptied, weight_release);
-          barrier_arrive_if(emptied, release);
-          release = 0;
-          weight_emptied = weight_ring_.emptied(weight_at_.stage);
-          weight_release = signals_;
-          weight_at_.advance(weight_ring_.stages);
-        } while (++tap <= plane.last_tap);
-        emptied = pixel_ring_.emptied(pixel_at_.stage);
-        release = signals_;
-        pixel_at_.advance(pixel_ring_.stages);
-      } while (++i < args_.planes);
-      if (++block == args_.blocks) block = 0;
-    } while (block != first);
-    wgmma_wait<0>();
-    barrier_arrive_if(weight_emptied, weight_release);
-    barrier_arrive_if(emptied, release);
+  // All products of a tile, from block `first` of the input channels on, round. Resident weights lie in shared memory in
+  // the order of use, with `wait` if they may still be on their way; streamed ones come through their ring.
+  template <bool kStreamed>
+  __device__ __forceinline__ void multiply_tile(float (&sum)[kChannels / 2], int first, bool wait) {
+    switch (args_.block_steps) {
+      case 4: return multiply_blocks<kStreamed, 4>(sum, first, wait);
+      case 2: return multiply_blocks<kStreamed, 2>(sum, first, wait);
+      default: return multiply_blocks<kStreamed, 1>(sum, first, wait);
+    }
   }
 
   // Lets the weights of this many blocks pass.
@@ -489,29 +440,112 @@ class Worker {
   }
 
  private:
+  template <bool kStreamed, int kSteps>
+  __device__ __forceinline__ void multiply_blocks(float (&sum)[kChannels / 2], int first, bool wait) {
+    if constexpr (!kStreamed) weight_at_ = {};
+    uint32_t emptied = 0;
+    release_pixels_ = release_weights_ = 0;
+    int block = first;
+    // Loops that run at least once, as the compiler has to see to keep the products asynchronous.
+    do {
+      const bool full = block + 1 < args_.blocks || args_.last_block_steps == kSteps;
+      int i = 0;
+      do {
+        const Plane plane = args_.plane[i];
+        const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
+        const int taps = plane.last_tap + 1 - plane.first_tap;
+        barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
+        if (full && taps == 9) {
+          multiply_taps<kStreamed, kSteps, 9>(sum, pixels, plane.first_tap, wait, emptied);
+        } else if (full && taps == 4) {
+          multiply_taps<kStreamed, kSteps, 4>(sum, pixels, plane.first_tap, wait, emptied);
+        } else if (full && taps == 3) {
+          multiply_taps<kStreamed, kSteps, 3>(sum, pixels, plane.first_tap, wait, emptied);
+        } else if (full && taps == 2) {
+          multiply_taps<kStreamed, kSteps, 2>(sum, pixels, plane.first_tap, wait, emptied);
+        } else {
+          const int steps = full ? kSteps : args_.last_block_steps;
+          int tap = plane.first_tap;
+          do {
+            multiply_tap<kStreamed, kSteps>(sum, pixels, tap, wait, emptied, steps);
+          } while (++tap <= plane.last_tap);
+        }
+        if constexpr (!kStreamed) {
+          wgmma_wait<1>();
+          barrier_arrive_if(emptied, release_pixels_);
+        }
+        emptied = pixel_ring_.emptied(pixel_at_.stage);
+        release_pixels_ = signals_;
+        pixel_at_.advance(pixel_ring_.stages);
+      } while (++i < args_.planes);
+      if (++block == args_.blocks) block = 0;
+    } while (block != first);
+    wgmma_wait<0>();
+    barrier_arrive_if(emptied, release_pixels_);
+    if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
+  }
+
+  template <bool kStreamed, int kSteps, int kTaps>
+  __device__ __forceinline__ void multiply_taps(float (&sum)[kChannels / 2], uint32_t pixels, int first_tap, bool wait,
+                                                uint32_t emptied) {
+#pragma unroll
+    for (int i = 0; i < kTaps; ++i) {
+      multiply_tap<kStreamed, kSteps>(sum, pixels, first_tap + i, wait, emptied, kSteps);
+    }
+  }
+
+  // One weight stage times its part of the pixel stage. Streamed: the stages that the group before read are released.
+  template <bool kStreamed, int kSteps>
+  __device__ __forceinline__ void multiply_tap(float (&sum)[kChannels / 2], uint32_t pixels, int tap, bool wait,
+                                               uint32_t emptied, int steps) {
+    from_.pixels = pixels + args_.tap[tap].offset;
+    from_.weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
+    if (kStreamed || wait) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
+    if (steps == kSteps) {
+      multiply_steps<T, kChannels, kSteps>(sum, from_);
+    } else if (kSteps > 1 && steps == 1) {
+      multiply_steps<T, kChannels, 1>(sum, from_);
+    } else if (kSteps > 2 && steps == 2) {
+      multiply_steps<T, kChannels, 2>(sum, from_);
+    } else if (kSteps > 3) {
+      multiply_steps<T, kChannels, 3>(sum, from_);
+    }
+    if constexpr (kStreamed) {
+      wgmma_wait<1>();
+      barrier_arrive_if(weights_emptied_, release_weights_);
+      barrier_arrive_if(emptied, release_pixels_);
+      release_pixels_ = 0;
+      weights_emptied_ = weight_ring_.emptied(weight_at_.stage);
+      release_weights_ = signals_;
+      weight_at_.advance(weight_ring_.stages);
+    } else {
+      ++weight_at_.stage;
+    }
+  }
+
   const KernelArgs& args_;
   Ring pixel_ring_, weight_ring_;
   uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
   uint32_t signals_;  // one lane a warp
   Operands from_;
   RingPosition pixel_at_, weight_at_;
+  uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
 
 template <class T, int kChannels>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
-                                              int column, char* shared, int first_channel) {
-  TileWriter<T, kChannels> writer(args, shared, first_channel);
+                                              const BlockWork& work, char* shared) {
+  TileWriter<T, kChannels> writer(args, shared, work.first_channel);
   const int lag = index * args.lag_blocks;
   worker.skip(lag);
-  const int tiles = tiles_of(args, column);
-  for (int i = index; i < tiles; i += args.workers) {
+  for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.multiply_resident(sum, i == index);
+      worker.template multiply_tile<false>(sum, 0, i == index);
     } else {
-      worker.multiply_streamed(sum, lag);
+      worker.template multiply_tile<true>(sum, lag, true);
     }
-    const int tile = i * args.columns + column;
+    const int tile = i * args.columns + work.column;
     const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
     if (args.act == Act::kSilu) {
       writer.template write<true>(sum, position);
@@ -520,7 +554,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     }
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
-  if (!args.resident && index >= (tiles + args.workers - 1) % args.workers + 1) worker.skip(args.blocks);
+  if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(args.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if (threadIdx.x % 32 == 0) wait_stores_read<0>();
 }
@@ -544,9 +578,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const int channel_tile = static_cast<int>(blockIdx.x) % args.channel_tiles;
-  const int column = static_cast<int>(blockIdx.x) / args.channel_tiles;
-  const int first_channel = channel_tile * kChannels;
+  const BlockWork work = work_of_block(args);
 
   const Ring weight_ring = {base + args.offset_barriers, args.weight_stages};
   const auto pixel_ring = [&](int worker) {
@@ -560,36 +592,36 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     prefetch_tensor_map(&args.weight);
     prefetch_tensor_map(&args.y);
   }
-  // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do.
-  const int barriers = args.weight_stages + args.workers * args.pixel_stages;
-  for (int i = threadIdx.x; i < barriers; i += blockDim.x) {
-    if (i < args.weight_stages) {
-      barrier_init(weight_ring.filled(i), 1);
-      barrier_init(weight_ring.emptied(i), 4 * args.workers);
-    } else {
-      const Ring ring = pixel_ring((i - args.weight_stages) / args.pixel_stages);
-      barrier_init(ring.filled((i - args.weight_stages) % args.pixel_stages), 1);
-      barrier_init(ring.emptied((i - args.weight_stages) % args.pixel_stages), 4);
+  // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do. The warp that
+  // fills a ring sets it up, in one thread: barriers are addressed through uniform registers, so 32 lanes take longer.
+  if (warp >= 4 * args.workers && lane == 0) {
+    const int worker = warp - 4 * args.workers;
+    const bool weights = worker == args.workers;
+    const Ring ring = weights ? weight_ring : pixel_ring(worker);
+    for (int i = 0; i < ring.stages; ++i) {
+      barrier_init(ring.filled(i), 1);
+      barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  wait_for_earlier_kernels();
 
+  const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
     return base + args.offset_pixels + worker * args.pixel_stages * args.pixel_stage_bytes;
   };
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
+    wait_for_earlier_kernels();
     // While the first stages are on their way.
-    fold_channels<kChannels>(args, shared, first_channel);
+    fold_channels<kChannels>(args, shared, work.first_channel);
     compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
-                  column, shared, first_channel);
+                  work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
-    if (lane == 0) load_pixels_of(args, pixel_ring(worker), pixel_stages(worker), worker, column);
-  } else if (lane == 0) {
-    load_weights(args, weight_ring, base, first_channel, column);
+    load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
+  } else {
+    load_weights(args, leads, weight_ring, base, work);
   }
 #endif
 }
@@ -760,7 +792,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   k.act = a.act;
   k.mode = mode;
   k.workers = plan.workers;
-  k.channel_tiles = ceil_div(s.out_channels, kChannels);
+  const int channel_tiles = ceil_div(s.out_channels, kChannels);
+  k.tile_channels = kChannels;
   k.out_channels = s.out_channels;
   k.row_bytes = plan.row_bytes;
   k.stage_channels = plan.parts * plan.row_bytes / 2;
@@ -780,7 +813,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
                                        : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
-  k.columns = std::min(std::max(1, multiprocessor_count() / k.channel_tiles), k.tiles);
+  k.columns = std::min(std::max(1, multiprocessor_count() / channel_tiles), k.tiles);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
@@ -793,6 +826,9 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   k.pad_h = s.pad_h;
   k.pad_w = s.pad_w;
   k.pixels = s.out_pixels();
+  k.by_channel_tiles = FastDivide(channel_tiles);
+  k.by_columns = FastDivide(k.columns);
+  k.by_workers = FastDivide(plan.workers);
   k.by_tiles_w = FastDivide(tiles_w);
   k.by_tiles_h = FastDivide(tiles_h);
   k.by_out_w = FastDivide(s.out_w);
@@ -806,7 +842,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels>;
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
   allow_shared_bytes(kKernel, layout.bytes);
-  const unsigned int grid = checked_grid(int64_t(k.columns) * k.channel_tiles, "implicit_gemm_sm90");
+  const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles, "implicit_gemm_sm90");
   launch_dependent<kKernel>("implicit_gemm_sm90", grid, 160 * plan.workers + 32, layout.bytes, stream, k);
 }
 
