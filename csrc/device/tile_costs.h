@@ -1,0 +1,51 @@
+// What a dense convolution costs on the sm80 and on the sm90 kernel: the estimates by which the menu chooses. One scale
+// for both, so that the lower estimate is the choice.
+#pragma once
+
+#include "sm90_plan.h"
+#include "tile_menu.h"
+
+namespace yolo12_fastconv {
+
+// Cycles of a multiprocessor of an H200 (1.755 GHz) and its rates per cycle. `scripts/tune.py fit` reads and writes these
+// lines: it fits them to the timings of `scripts/tune.py sweep`.
+struct TileCosts {
+  // Both kernels.
+  double l2_bytes = 46;            // from L2, besides resident weights
+  double hbm_bytes = 18.6;         // from and to device memory
+  double cached_megabytes = 20;    // of x, w and y that are not device memory's concern, but L2's
+  // sm90: set-up.
+  double set_up = 3000;            // from the end of the kernel before to the first stage in shared memory
+  double alone = 1000;             //   more where a block of the next kernel does not fit beside one of this
+  double ring_barrier = 10;        //   and per barrier that is initialised
+  // sm90: the loops.
+  double pixel_bytes = 37;         // resident: from L2
+  double first_weight_bytes = 14;  // resident: weights, before any product
+  double pixel_stage = 340;        // resident: a worker's instructions per pixel stage
+  double weight_stage = 210;       //   and per weight stage
+  double streamed_stage = 370;     // streamed: per weight stage
+  double latency = 700;            // of a stage, from the request on; a ring has as many under way as it has stages
+  double tile = 850;               // epilogue of a tile
+  double channel = 9.4;            //   and per channel
+  double unaligned = 3;            //   times this where y can't be stored in boxes
+  double shared_read = 21;         // A of a wgmma through shared memory; B adds a quarter per channel
+  double lagging_finish = 0.35;    // streamed, workers one after the other: share of the epilogue that shows
+  double shared_finish = 0.5;      // streamed, workers in step: of each other's stores
+  double overlap_loss = 0.3;       // of what runs beside the longest of products, transfers and memory
+  // sm80.
+  double gemm_set_up = 1500;       // as set_up
+  double gemm_alone = 500;         // as alone
+  double gemm_block = 850;         // a block's first copies and its sums' way to y
+  double gemm_stage = 70;          // wait, barrier, first ldmatrix
+  double gemm_step = 35;           // products that wait for the products before
+  double gemm_outputs = 12;        // finished outputs per cycle: 128 lanes, 10 instructions an element
+  double gemm_shared_bytes = 128;  // through shared memory
+  double gemm_products = 1270;     // mma.sync in half: 62 % of wgmma's 2048
+  double gemm_overlap_loss = 0.3;  // as overlap_loss
+};
+
+// Whole time of the kernel, from the end of the one before.
+double sm90_cycles(const ConvShape& shape, const Sm90Plan& plan, const TileCosts& costs = {});
+double gemm_cycles(const ConvShape& shape, DType dtype, const GemmTile& tile, const TileCosts& costs = {});
+
+}  // namespace yolo12_fastconv
