@@ -49,8 +49,10 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const double waves = ceil_div(channel_tiles, kMultiprocessors);
   const double steps = p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels, 16);
   const double products = steps * std::max(p.channels / 2.0, c.shared_read + p.channels / 4.0);
+  const double instructions =
+      p.resident ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages : c.streamed_pixel_stage * pixel_stages + c.streamed_weight_stage * weight_stages;
   const double control = std::max(
-      {p.resident ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages : c.streamed_stage * weight_stages,
+      {instructions * (1 + c.crowd * (p.workers - 1)),
        c.latency * pixel_stages / p.pixel_stages, p.resident ? 0 : c.latency * weight_stages / p.weight_stages});
   const double store = c.channel * p.channels, finish = c.tile + store * (s.out_channels >= 8 ? 1 : c.unaligned);
   const double alone = std::max(control, products) + finish;  // a worker by itself
@@ -71,13 +73,12 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     };
     compute = waves * ((full_rounds + lag) * round(p.workers) + round(rest));
     const double rounds = waves * (full_rounds + (rest > 0));
-    transfer = (waves * column_tiles * pixel_bytes + (rounds + 1) * weight_bytes) / c.l2_bytes;
+    transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
   const double memory = memory_cycles(s, 2, c), longest = std::max({compute, transfer, memory});
   // By what ptxas reports: 56 to 63 registers a thread up to 64 channels, 157 with 256.
   const double share = block_share(sm90_layout(s, p).bytes, 160 * p.workers + 32, std::max(56, p.channels / 2 + 32));
   const double set_up = c.set_up + (share > 0.5 ? c.alone : 0) +
-                        c.ring_barrier * (p.workers * p.pixel_stages + p.weight_stages) +
                         (p.resident ? weight_bytes / c.first_weight_bytes : 0);
   return set_up + longest + c.overlap_loss * (compute + transfer + memory - longest);
 }
