@@ -73,18 +73,18 @@ def _flag(text: str) -> bool:
 
 
 _SWEEP_KEYS: Keys = {
-    "model": (benchmark._several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
-    "batch": (benchmark._batches, "numbers from 1, as in 1,32"),
+    "model": (benchmark.several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
+    "batch": (benchmark.batches, "numbers from 1, as in 1,32"),
     "dtype": (lambda text: {name: name for name in ("fp16", "bf16")}[text], "fp16 or bf16"),
-    "imgsz": (benchmark._imgsz, "a multiple of 32"),
+    "imgsz": (benchmark.image_size, "a multiple of 32"),
     "top": (positive, "a number from 1"),
     "replays": (positive, "a number from 1"),
-    "budget": (benchmark._seconds, "seconds"),
-    "out": (benchmark._out, "a file"),
+    "budget": (benchmark.seconds_of, "seconds"),
+    "out": (benchmark.path_of, "a file"),
 }
 _FIT_KEYS: Keys = {
     "sweep": (lambda text: tuple(Path(part) for part in text.split(",")), "files that sweep wrote"),
-    "seconds": (benchmark._seconds, "seconds"),
+    "seconds": (benchmark.seconds_of, "seconds"),
     "validate": (_flag, "True or False"),
     "write": (_flag, "True or False"),
 }
@@ -330,46 +330,43 @@ class Timings:
         return float((weight * expected).sum() / (weight * self.best).sum() + 0.2 * error)
 
 
-def search(
-    loss: Callable[[Vector], float], start: Vector, seconds: float, seed: int = 0
-) -> Vector:
-    """The best constants that an evolution strategy with covariance adaptation (CMA-ES) finds. It moves logarithms."""
-    rng = np.random.default_rng(seed)
+def search(loss: Callable[[Vector], float], start: Vector, seconds: float) -> Vector:
+    """The best constants that an evolution strategy (CMA-ES, Hansen 2016) finds. It moves their logarithms, and starts
+    again from the best when it has come to rest."""
+    rng = np.random.default_rng(0)
+    end = time.monotonic() + seconds
+    best, best_loss = np.log(start), loss(start)
     n = len(start)
     count = 4 + int(3 * np.log(n))
-    parents = count // 2
-    weights = np.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
+    weights = np.log(count / 2 + 0.5) - np.log(np.arange(1, count // 2 + 1))
     weights /= weights.sum()
     effective = 1 / np.square(weights).sum()
     path_rate, sigma_rate = (4 + effective / n) / (n + 4), (effective + 2) / (n + effective + 5)
     one_rate = 2 / ((n + 1.3) ** 2 + effective)
     many_rate = min(1 - one_rate, 2 * (effective - 2 + 1 / effective) / ((n + 2) ** 2 + effective))
     damping = 1 + 2 * max(0, np.sqrt((effective - 1) / (n + 1)) - 1) + sigma_rate
-    usual = np.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n * n))
-    mean, sigma, covariance = np.log(start), 0.15, np.eye(n)
-    path, sigma_path = np.zeros(n), np.zeros(n)
-    best, best_loss = mean, loss(start)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and sigma > 1e-4:
-        values, axes = np.linalg.eigh(covariance)
-        root = axes * np.sqrt(np.maximum(values, 1e-12))
-        steps = rng.standard_normal((count, n)) @ root.T
-        points = mean + sigma * steps
-        losses = np.array([loss(np.exp(point)) for point in points])
-        order = np.argsort(losses)[:parents]
-        if losses[order[0]] < best_loss:
-            best, best_loss = points[order[0]], float(losses[order[0]])
-        step = weights @ steps[order]
-        mean = mean + sigma * step
-        whitened = axes @ ((axes.T @ step) / np.sqrt(np.maximum(values, 1e-12)))
-        sigma_path = (1 - sigma_rate) * sigma_path + np.sqrt(sigma_rate * (2 - sigma_rate) * effective) * whitened
-        path = (1 - path_rate) * path + np.sqrt(path_rate * (2 - path_rate) * effective) * step
-        covariance = (
-            (1 - one_rate - many_rate) * covariance
-            + one_rate * np.outer(path, path)
-            + many_rate * (steps[order].T * weights) @ steps[order]
-        )
-        sigma *= np.exp((sigma_rate / damping) * (np.linalg.norm(sigma_path) / usual - 1))
+    usual = np.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n * n))  # length of a normal vector
+    while time.monotonic() < end:
+        mean, sigma, covariance = best, 0.15, np.eye(n)
+        path, sigma_path = np.zeros(n), np.zeros(n)
+        while time.monotonic() < end and sigma > 1e-3:
+            values, axes = np.linalg.eigh(covariance)
+            lengths = np.sqrt(np.maximum(values, 1e-12))
+            steps = rng.standard_normal((count, n)) @ (axes * lengths).T
+            losses = np.array([loss(np.exp(mean + sigma * step)) for step in steps])
+            order = np.argsort(losses)[: count // 2]
+            if losses[order[0]] < best_loss:
+                best, best_loss = mean + sigma * steps[order[0]], float(losses[order[0]])
+            step = weights @ steps[order]
+            mean = mean + sigma * step
+            whitened = axes @ (axes.T @ step / lengths)
+            sigma_path *= 1 - sigma_rate
+            sigma_path += np.sqrt(sigma_rate * (2 - sigma_rate) * effective) * whitened
+            path = (1 - path_rate) * path + np.sqrt(path_rate * (2 - path_rate) * effective) * step
+            covariance *= 1 - one_rate - many_rate
+            covariance += one_rate * np.outer(path, path)
+            covariance += many_rate * (steps[order].T * weights) @ steps[order]
+            sigma *= np.exp(sigma_rate / damping * (np.linalg.norm(sigma_path) / usual - 1))
     return np.exp(best)
 
 

@@ -11,38 +11,38 @@ namespace yolo12_fastconv {
 // lines: it fits them to the timings of `scripts/tune.py sweep`.
 struct TileCosts {
   // Both kernels.
-  double l2_bytes = 39.6;            // from L2, besides resident weights
-  double hbm_bytes = 50.7;         // from and to device memory
-  double cached_megabytes = 39.3;    // of x, w and y that are not device memory's concern, but L2's
+  double l2_bytes = 41.6;  // from L2, besides resident weights
+  double hbm_bytes = 32.4;  // from and to device memory
+  double cached_megabytes = 34.6;  // of x, w and y that are not device memory's concern, but L2's
+  double overlap = 4.01;  // of products, transfers and memory, which share the time: exponent of their norm
   // sm90: set-up.
-  double set_up = 2220;            // from the end of the kernel before to the first stage in shared memory
-  double alone = 1630;             //   more where a block of the next kernel does not fit beside one of this
+  double set_up = 2480;  // from the end of the kernel before to the first stage in shared memory
+  double alone = 1430;  //   more where a block of the next kernel does not fit beside one of this
   // sm90: the loops.
-  double pixel_bytes = 39.7;         // resident: from L2
-  double first_weight_bytes = 88.4;  // resident: weights, before any product
-  double pixel_stage = 159;        // resident: a worker's instructions per pixel stage
-  double weight_stage = 145;       //   and per weight stage
-  double streamed_pixel_stage = 216;  // streamed: per pixel stage
-  double streamed_weight_stage = 179;  //   and per weight stage
-  double crowd = 0.207;              // of the four: more for each worker beside it
-  double latency = 1720;            // of a stage, from the request on; a ring has as many under way as it has stages
-  double tile = 1150;               // epilogue of a tile
-  double channel = 9.52;            //   and per channel
-  double unaligned = 2.61;            //   times this where y can't be stored in boxes
-  double shared_read = 19.3;         // A of a wgmma through shared memory; B adds a quarter per channel
-  double lagging_finish = 0.112;    // streamed, workers one after the other: share of the epilogue that shows
-  double shared_finish = 0.159;      // streamed, workers in step: of each other's stores
-  double overlap_loss = 0.163;       // of what runs beside the longest of products, transfers and memory
+  double pixel_bytes = 43.6;  // resident: from L2
+  double first_weight_bytes = 113;  // resident: weights, before any product
+  double pixel_stage = 159;  // resident: a worker's instructions per pixel stage
+  double weight_stage = 128;  //   and per weight stage
+  double streamed_pixel_stage = 218;  // streamed: per pixel stage
+  double streamed_weight_stage = 154;  //   and per weight stage
+  double crowd = 0.279;  // of the four: more for each worker beside it
+  double latency =
+      1340;  // of a stage that is filled again, until it is full; all but one of a ring are under way at once
+  double tile = 1210;  // epilogue of a tile
+  double channel = 10.3;  //   and per channel
+  double unaligned = 2.36;  //   times this where y can't be stored in boxes
+  double shared_read = 19.7;  // A of a wgmma through shared memory; B adds a quarter per channel
+  double lagging_finish = 0.113;  // streamed, workers one after the other: share of the epilogue that shows
+  double shared_finish = 0.159;  // streamed, workers in step: of each other's stores
   // sm80.
-  double gemm_set_up = 352;       // as set_up
-  double gemm_alone = 509;         // as alone
-  double gemm_block = 1200;         // a block's first copies and its sums' way to y
-  double gemm_stage = 82.6;          // wait, barrier, first ldmatrix
-  double gemm_step = 343;           // products that wait for the products before
-  double gemm_outputs = 3.8;         // finished outputs per cycle: 128 lanes, 10 instructions an element
-  double gemm_shared_bytes = 43.6;  // through shared memory
-  double gemm_products = 1130;     // mma.sync in half: 62 % of wgmma's 2048
-  double gemm_overlap_loss = 0.0573;  // as overlap_loss
+  double gemm_set_up = 240;  // as set_up
+  double gemm_alone = 443;  // as alone
+  double gemm_block = 1800;  // a block's first copies and its sums' way to y
+  double gemm_stage = 69.7;  // wait, barrier, first ldmatrix
+  double gemm_step = 298;  // products that wait for the products before
+  double gemm_outputs = 4.14;  // finished outputs per cycle: 128 lanes, 10 instructions an element
+  double gemm_shared_bytes = 39.6;  // through shared memory
+  double gemm_products = 1140;  // mma.sync in half: 62 % of wgmma's 2048
 };
 
 // Whole time of the kernel, from the end of the one before.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 
 #include "device/dispatch.h"
 
@@ -23,6 +24,13 @@ double memory_cycles(const ConvShape& s, int element, const TileCosts& c) {
   const double bytes = element * (double(s.in_pixels()) * channels + double(s.out_pixels()) * s.out_channels +
                                   double(s.out_channels) * s.kernel_h * s.kernel_w * channels);
   return std::max(0.0, bytes - c.cached_megabytes * 1e6) / kMultiprocessors / c.hbm_bytes;
+}
+
+// Of what goes on at the same time: the longest, and more the closer others come to it.
+double overlapped(std::initializer_list<double> cycles, const TileCosts& c) {
+  double sum = 0;
+  for (const double value : cycles) sum += std::pow(value, c.overlap);
+  return std::pow(sum, 1 / c.overlap);
 }
 
 }  // namespace
@@ -49,11 +57,16 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const double waves = ceil_div(channel_tiles, kMultiprocessors);
   const double steps = p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels, 16);
   const double products = steps * std::max(p.channels / 2.0, c.shared_read + p.channels / 4.0);
-  const double instructions =
-      p.resident ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages : c.streamed_pixel_stage * pixel_stages + c.streamed_weight_stage * weight_stages;
-  const double control = std::max(
-      {instructions * (1 + c.crowd * (p.workers - 1)),
-       c.latency * pixel_stages / p.pixel_stages, p.resident ? 0 : c.latency * weight_stages / p.weight_stages});
+  const double instructions = p.resident
+                                  ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages
+                                  : c.streamed_pixel_stage * pixel_stages + c.streamed_weight_stage * weight_stages;
+  const int64_t worker_rounds = ceil_div<int64_t>(column_tiles, p.workers);
+  // Not of a ring that has a stage for everything. Of others one stage is being computed on.
+  const auto ring = [&](double stages, int size) {
+    return stages * worker_rounds <= size ? 0 : c.latency * stages / (size - 1);
+  };
+  const double control = std::max({instructions * (1 + c.crowd * (p.workers - 1)), ring(pixel_stages, p.pixel_stages),
+                                   p.resident ? 0 : ring(weight_stages, p.weight_stages)});
   const double store = c.channel * p.channels, finish = c.tile + store * (s.out_channels >= 8 ? 1 : c.unaligned);
   const double alone = std::max(control, products) + finish;  // a worker by itself
   double compute, transfer;
@@ -75,12 +88,10 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     const double rounds = waves * (full_rounds + (rest > 0));
     transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
-  const double memory = memory_cycles(s, 2, c), longest = std::max({compute, transfer, memory});
   // By what ptxas reports: 56 to 63 registers a thread up to 64 channels, 157 with 256.
   const double share = block_share(sm90_layout(s, p).bytes, 160 * p.workers + 32, std::max(56, p.channels / 2 + 32));
-  const double set_up = c.set_up + (share > 0.5 ? c.alone : 0) +
-                        (p.resident ? weight_bytes / c.first_weight_bytes : 0);
-  return set_up + longest + c.overlap_loss * (compute + transfer + memory - longest);
+  const double set_up = c.set_up + (share > 0.5 ? c.alone : 0) + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
+  return set_up + overlapped({compute, transfer, memory_cycles(s, 2, c)}, c);
 }
 
 double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c) {
@@ -102,9 +113,8 @@ double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const Til
   const double shared = rounds * steps * (operands + rows) * 32 / c.gemm_shared_bytes;
   const double products = rounds * steps * outputs * (lanes * 2) / (c.gemm_products * lanes / 8);
   const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / c.gemm_shared_bytes;
-  const double memory = memory_cycles(s, element, c), longest = std::max({chain, transfer, shared, products, memory});
-  return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) + longest +
-         c.gemm_overlap_loss * (chain + transfer + shared + products + memory - longest) +
+  return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
+         overlapped({chain, transfer, shared, products, memory_cycles(s, element, c)}, c) +
          rounds * (outputs / c.gemm_outputs + partial_sums);
 }
 
