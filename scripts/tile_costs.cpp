@@ -12,6 +12,8 @@ struct Query {
   int pixels, channels, depth, mode, resident, pixel_stages, weight_stages;  // as in its name
 };
 
+// costs: their number, then the members of TileCosts. Returns 1 if they are not as many, 2 for a plan that the layer does
+// not have.
 extern "C" int tile_costs(const double* costs, int count, const Query* queries, double* cycles) {
   TileCosts given;
   if (sizeof given != sizeof(double) * static_cast<size_t>(costs[0])) return 1;
@@ -27,6 +29,7 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
     plan.workers = q.pixels / 64;
     plan.row_bytes = sm90_row_bytes(q.shape);
     plan.parts = q.depth * 2 / plan.row_bytes;
+    if (plan.parts < 1) return 2;
     plan.mode = static_cast<PixelMode>(q.mode);
     plan.resident = q.resident;
     plan.pixel_stages = q.pixel_stages;

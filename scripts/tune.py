@@ -116,9 +116,7 @@ FIELDS = ("batch", "ci", "co", "h", "w", "k", "s", "p", "act")
 
 def dense_layers(scale: str, imgsz: int, batch: int) -> list[cases.Case]:
     """The blocks of a model that the two implicit GEMM kernels serve."""
-    return [
-        case for case in cases.conv_shapes(scale, imgsz, batch=batch) if case.groups == 1 and case.ci > 4
-    ]
+    return [case for case in cases.conv_shapes(scale, imgsz, batch=batch) if case.groups == 1 and case.ci > 4]
 
 
 # ------------------------------------------------------------------------------------------------------------ sweep
@@ -139,9 +137,7 @@ def sweep(options: Options) -> int:
     start = time.monotonic()
     dtype = getattr(torch, benchmark.DTYPES[options.dtype])
     # In turn, so that all models and batches get their share of a budget.
-    sets = [
-        dense_layers(scale, options.imgsz, batch) for batch in options.batch for scale in options.model
-    ]
+    sets = [dense_layers(scale, options.imgsz, batch) for batch in options.batch for scale in options.model]
     in_turn = [case for row in itertools.zip_longest(*sets) for case in row if case is not None]
     layers = list({layer_of(case): case for case in in_turn}.values())
     candidates = {layer_of(case): candidates_of(case, dtype)[: options.top] for case in layers}
@@ -187,7 +183,9 @@ def sweep(options: Options) -> int:
     progress.clear()
     write()
     count = sum(map(len, found.values()))
-    print(f"tune: {'all' if complete else 'out of time:'} {count} of {sum(map(len, candidates.values()))} timed")
+    print(
+        f"tune: {'all' if complete else 'out of time:'} {count} of {sum(map(len, candidates.values()))} timed"
+    )
     print(f"tune: wrote {records.shown(options.out)}")
     return 0
 
@@ -221,7 +219,17 @@ class _Query(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int)
         for name in (
-            *("batch", "in_channels", "in_h", "in_w", "out_channels", "out_h", "out_w", "kernel_h", "kernel_w"),
+            *(
+                "batch",
+                "in_channels",
+                "in_h",
+                "in_w",
+                "out_channels",
+                "out_h",
+                "out_w",
+                "kernel_h",
+                "kernel_w",
+            ),
             *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups", "tile"),
             *("pixels", "channels", "depth", "mode", "resident", "pixel_stages", "weight_stages"),
         )
@@ -273,6 +281,8 @@ class Model:
         status = self._function(
             given.ctypes.data_as(double), len(queries), queries, cycles.ctypes.data_as(double)
         )
+        if status == 2:
+            raise UsageError("a timing of a kernel that its layer does not have")
         assert status == 0, "TileCosts has other members than tile_costs.h shows"
         return cycles
 
@@ -445,7 +455,9 @@ def worst(timings: Timings, chosen: NDArray[np.int64], count: int = 12) -> str:
     lines = ["Layers that lose most:"]
     for layer in np.argsort(-lost)[:count]:
         best = timings.first[layer] + int(np.argmin(timings.us[timings.owner == layer]))
-        shape = " ".join(f"{field}={value}" for field, value in zip(FIELDS, timings.layers[layer], strict=True))
+        shape = " ".join(
+            f"{field}={value}" for field, value in zip(FIELDS, timings.layers[layer], strict=True)
+        )
         lines.append(
             f"  {100 * lost[layer]:.2f} %  {shape}: {timings.us[chosen[layer]]:.2f} µs "
             f"{timings.kernels[chosen[layer]]}, best {timings.us[best]:.2f} {timings.kernels[best]}"
@@ -462,7 +474,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return sweep(parse(rest, _SWEEP_KEYS))
         if command == "fit":
             return fit(parse(rest, _FIT_KEYS))
-        raise UsageError(f"{command!r} is no command: sweep out=FILE [KEY=VALUE ...], fit sweep=FILE [KEY=VALUE ...]")
+        raise UsageError(
+            f"{command!r} is no command: sweep out=FILE [KEY=VALUE ...], fit sweep=FILE [KEY=VALUE ...]"
+        )
     except UsageError as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2

@@ -61,7 +61,11 @@ SCHEMAS = {
     # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
     "library_info": "() -> str",
 }
-_HOST_OPS = ("describe_kernel", "kernel_candidates", "library_info")  # no tensors: defined for the compiled library alone
+_HOST_OPS = (
+    "describe_kernel",
+    "kernel_candidates",
+    "library_info",
+)  # no tensors: defined for the compiled library alone
 
 _lib = torch.library.Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -337,13 +341,16 @@ def kernel_candidates(
     capability: int,
 ) -> list[str]:
     """Names of the kernels that the tile menu weighs for a convolution, the best estimate first; arguments as
-    `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most 100.
+    `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most
+    100.
 
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
     if not LIBRARY.loaded:
-        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no kernels to choose among: {LIBRARY.reason}")
+        raise RuntimeError(
+            f"yolo12_fastconv: no compiled library, so no kernels to choose among: {LIBRARY.reason}"
+        )
     return _ops.kernel_candidates.default(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )
