@@ -7,11 +7,12 @@
 sweep: model=n,s,m,l,x  default: all    batch=1,32  default    dtype=fp16|bf16     default: fp16
        imgsz=640        default         top=N       candidates of a layer; default: all, which are 100 at most
        replays=5        default         budget=SECONDS  stop after that and write what there is; default: none
-fit:   seconds=60       of search; default          validate=True    fit half of the layers, judge by the others
+fit:   seconds=60       of search; default          validate=True    fit half of the layers, judge by the other half
        write=True       the constants into csrc/device/tile_costs.h; default: False, print them
 
 A sweep visits the layers of all models and batches in turn, the best estimates of each first, so that what a budget
-cuts off are the least promising kernels. fit needs g++ and no GPU. Exit status: 0 done, 2 could not run.
+cuts off are the least promising kernels. fit needs g++ and no GPU; it starts from the constants that are there, and is
+drawn towards them. Exit status: 0 done, 2 could not run.
 """
 
 from __future__ import annotations
@@ -302,12 +303,9 @@ class Timings:
         self.queries = (_Query * len(queries))(*queries)
         index = {layer: i for i, layer in enumerate(self.layers)}
         self.sets: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
-        """Of each model and batch: layer, how many such blocks, family."""
-        sizes_of_images = (640,)
-        for scale, imgsz, batch in itertools.product(
-            cases.SCALES, sizes_of_images, sorted({layer[0] for layer in self.layers})
-        ):
-            blocks = dense_layers(scale, imgsz, batch)
+        """Of each model and batch, at 640 pixels: layer, how many such blocks, family."""
+        for scale, batch in itertools.product(cases.SCALES, sorted({layer[0] for layer in self.layers})):
+            blocks = dense_layers(scale, 640, batch)
             found = [
                 (index[layer_of(case)], case.count, f"{case.kernel[0]}x{case.kernel[1]}/{case.stride[0]}")
                 for case in blocks
@@ -442,7 +440,7 @@ def regrets(timings: Timings, chosen: NDArray[np.int64]) -> str:
         sums = {family: np.zeros(2) for family in families}
         for layer, count, family in rows:
             sums[family] += count * np.array([timings.us[chosen[layer]], timings.best[layer]])
-        ours, best = sum(sums.values())
+        ours, best = np.sum(list(sums.values()), axis=0)
         ratios = [f"{one[0] / one[1]:8.3f}" if one[1] else " " * 8 for one in sums.values()]
         lines.append(f"{scale + '/' + str(batch):6}{ours:9.0f}{best:9.0f}{ours / best:8.3f}{''.join(ratios)}")
     ratio = (timings.weight * timings.us[chosen]).sum() / (timings.weight * timings.best).sum()
