@@ -15,5 +15,6 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
 // Host functions: they take no tensor, and need no GPU.
 STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CompositeExplicitAutograd, m) {
   m.impl("describe_kernel", TORCH_BOX(&yolo12_fastconv::describe_kernel));
+  m.impl("kernel_candidates", TORCH_BOX(&yolo12_fastconv::kernel_candidates));
   m.impl("library_info", TORCH_BOX(&yolo12_fastconv::library_info));
 }

@@ -63,7 +63,7 @@ class Options:
 # -------------------------------------------------------------------------------------------------------- arguments
 
 
-def _several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+def several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     def convert(text: str) -> tuple[str, ...]:
         chosen = tuple(dict.fromkeys(text.split(",")))
         if not set(chosen) <= set(names):
@@ -73,42 +73,42 @@ def _several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return convert
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def batches(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
-def _imgsz(text: str) -> int:
+def image_size(text: str) -> int:
     size = positive(text)
     if size % 32:
         raise ValueError
     return size
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
     seconds = float(text)
     if not seconds > 0:
         raise ValueError
     return seconds
 
 
-def _out(text: str) -> Path:
+def path_of(text: str) -> Path:
     if not text:
         raise ValueError
     return Path(text).absolute()
 
 
 _KEYS: Keys = {
-    "model": (_several(MODELS), f"some of {','.join(MODELS)}"),
-    "batch": (_batches, "numbers from 1, as in 1,32"),
-    "dtype": (_several(DTYPES), f"some of {','.join(DTYPES)}"),
-    "imgsz": (_imgsz, "a multiple of 32"),
-    "peers": (_several(PEERS), f"some of {','.join(PEERS)}"),
+    "model": (several(MODELS), f"some of {','.join(MODELS)}"),
+    "batch": (batches, "numbers from 1, as in 1,32"),
+    "dtype": (several(DTYPES), f"some of {','.join(DTYPES)}"),
+    "imgsz": (image_size, "a multiple of 32"),
+    "peers": (several(PEERS), f"some of {','.join(PEERS)}"),
     "tf32": (lambda text: {"true": True, "false": False}[text.lower()], "True or False"),
     "target": (lambda text: {name: name for name in TARGETS}[text], f"one of {', '.join(TARGETS)}"),
     "replays": (positive, "a number from 1"),
     "rows": (lambda text: None if text == "all" else positive(text), "a number from 1, or all"),
-    "out": (_out, "a folder"),
-    "budget": (_seconds, "seconds"),
+    "out": (path_of, "a folder"),
+    "budget": (seconds_of, "seconds"),
 }
 
 

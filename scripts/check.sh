@@ -15,7 +15,7 @@ check() {
   "$@" || failed+=("$name")
 }
 clang_format() {
-  find csrc \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' \) -print0 |
+  find csrc scripts \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' \) -print0 |
     xargs -0 "$bin/clang-format" --dry-run -Werror
 }
 shell_syntax() {

@@ -42,8 +42,8 @@ def measure_ceilings(dtype: torch.dtype, replays: int) -> dict[str, float]:
     copy = torch.empty_like(source)
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
     # Not copy_: a graph's memory copy node moves 2.8 TB/s on an H200, a kernel 4.2.
-    copied = _alternate({"copy": _capture(lambda: torch.neg(source, out=copy))}, replays)["copy"]["us"]
-    multiplied = _alternate({"product": _capture(lambda: a @ b)}, replays)["product"]["us"]
+    copied = alternate({"copy": capture(lambda: torch.neg(source, out=copy))}, replays)["copy"]["us"]
+    multiplied = alternate({"product": capture(lambda: a @ b)}, replays)["product"]["us"]
     return {"tb_s": 2 * source.nbytes / copied / 1e6, "tflop_s": 2 * size**3 / multiplied / 1e6}
 
 
@@ -100,10 +100,10 @@ def measure(
                 error = distance(call)
                 if not error < TOLERANCE:
                     raise Unsupported(f"wrong result: {error:.1e} from eager in relative l2")
-                graphs[name] = _capture(call)
+                graphs[name] = capture(call)
             except Exception as problem:  # reported as a note: one contender must not end the run
                 notes[name] = " ".join(str(problem).split())[:300] or type(problem).__name__
-        times = _alternate(graphs, replays)
+        times = alternate(graphs, replays)
     return {
         "times": {
             name: {**times[name], **facts[name]} if name in times else None for name in ("ours", *peers)
@@ -127,7 +127,7 @@ def _kernel(case: cases.Case, dtype: torch.dtype, tf32: bool) -> str:
     )
 
 
-def _capture(call: Call) -> torch.cuda.CUDAGraph:
+def capture(call: Call) -> torch.cuda.CUDAGraph:
     """Ten calls, after three that warm up on the stream that they are captured on."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -142,7 +142,7 @@ def _capture(call: Call) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _alternate(graphs: dict[str, torch.cuda.CUDAGraph], replays: int) -> dict[str, dict[str, Any]]:
+def alternate(graphs: dict[str, torch.cuda.CUDAGraph], replays: int) -> dict[str, dict[str, Any]]:
     """µs of one call of each, median over the replays, and the spread (p90 - p10) / median.
 
     The contenders take turns, so that a change of the clock meets all of them.
@@ -252,7 +252,7 @@ def _cudnn(
             error = distance(call)
             if not error < TOLERANCE:
                 raise Unsupported(f"wrong result: {error:.1e} from eager in relative l2")
-            duration = _alternate({"plan": _capture(call)}, 3)["plan"]["us"]
+            duration = alternate({"plan": capture(call)}, 3)["plan"]["us"]
         except Exception as failure:  # a plan that is not for this GPU or shape: the next one may be
             problem = str(failure)
             continue

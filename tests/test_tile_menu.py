@@ -6,6 +6,7 @@ Runs where the library is loaded; `.ci/run` names it by YOLO12_FASTCONV_LIBRARY,
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 import cases
@@ -25,6 +26,7 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def no_forced_target(monkeypatch):
     monkeypatch.delenv("YOLO12_FASTCONV_TARGET", raising=False)
+    monkeypatch.delenv("YOLO12_FASTCONV_KERNEL", raising=False)
 
 
 def kernel(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool = False) -> list[str]:
@@ -35,6 +37,14 @@ def kernel(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool 
         tf32=tf32, capability=capability,
     )  # fmt: skip
     return name.split("/")
+
+
+def candidates(case: cases.Case, dtype: torch.dtype, capability: int) -> list[str]:
+    weight = (case.co, case.ci // case.groups, *case.kernel)
+    return ops.kernel_candidates(
+        (case.batch, case.ci, case.h, case.w), weight, case.stride, case.padding, case.dilation, case.groups, dtype,
+        tf32=False, capability=capability,
+    )  # fmt: skip
 
 
 def shapes():
@@ -120,6 +130,69 @@ def test_forced_targets(monkeypatch):
     monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm42")
     with pytest.raises(RuntimeError, match="sm42 is no target"):
         kernel(case, torch.float16, 90)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_candidates_begin_with_the_choice(capability):
+    for case in [*shapes(), *cases.AWKWARD]:
+        names = candidates(case, torch.float16, capability)
+        assert names[0] == "/".join(kernel(case, torch.float16, capability))
+        assert len(set(names)) == len(names) <= 100, case
+        assert names == candidates(case, torch.float16, capability)
+
+
+def test_candidates_of_one_kernel_families():
+    assert candidates(cases.Case("dw", 80, 80, 20, 20, groups=80), torch.float16, 90) == ["direct/simt"]
+    assert candidates(cases.Case("fp64", 80, 80, 20, 20), torch.float64, 90) == ["direct/simt"]
+    assert len(candidates(cases.Case("sm80", 80, 80, 20, 20), torch.float16, 80)) == 10
+
+
+needs_sm90 = pytest.mark.skipif("9.0a" not in ops.LIBRARY.arch_list, reason="library without 9.0a")
+
+
+def sm90_plans(case: cases.Case) -> list[tuple[str, int, int]]:
+    """Tile and way of the plans among the candidates, and their stages."""
+    found = [
+        re.fullmatch(r"implicit_gemm/sm90/(.+)-(\d+)\+(\d+)", name)
+        for name in candidates(case, torch.float16, 90)
+    ]
+    return [(match[1], int(match[2]), int(match[3])) for match in found if match]
+
+
+@needs_sm90
+def test_rings_are_no_longer_than_what_passes_through_them():
+    # Seven tiles of 64 pixels, one for each block.
+    plans = sm90_plans(cases.Case("short", 256, 256, 20, 20, batch=1))
+    assert plans
+    for way, pixel_stages, weight_stages in plans:
+        channels, depth = map(int, re.match(r"\d+x(\d+)x(\d+)-rows", way).groups())
+        if channels >= 16:  # not more blocks than multiprocessors
+            assert pixel_stages <= 256 // depth, way
+        assert weight_stages <= 4, way
+
+
+@needs_sm90
+def test_plans_of_half_a_multiprocessor_are_weighed_too():
+    plans = sm90_plans(cases.Case("long", 256, 256, 80, 80, batch=32))
+    ways = [way for way, _, _ in plans]
+    assert any(ways.count(way) == 2 for way in ways) and max(map(ways.count, ways)) == 2
+
+
+@needs_sm90
+def test_named_kernels(monkeypatch):
+    case = cases.Case("named", 128, 128, 40, 40, kernel=(3, 3), padding=(1, 1))
+    other = cases.Case("other", 3, 16, 64, 64, kernel=(3, 3), padding=(1, 1))
+    names = candidates(case, torch.float16, 90)
+    for name in (names[-1], names[len(names) // 2], names[0]):
+        monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+        assert "/".join(kernel(case, torch.float16, 90)) == name
+        assert kernel(other, torch.float16, 90)[0] == "stem"
+    monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", next(name for name in names if "/sm90/" in name))
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm80")
+    assert kernel(case, torch.float16, 90)[1] == "sm80"
+    monkeypatch.delenv("YOLO12_FASTCONV_TARGET")
+    monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+    assert "/".join(kernel(case, torch.float16, 90)) == names[0]
 
 
 def test_choices_are_printed_once(monkeypatch, capfd):

@@ -55,10 +55,17 @@ SCHEMAS = {
     # Which kernel serves a convolution, as "family/target/tile": the library's tile menu, a pure host function.
     "describe_kernel": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups,"
     " ScalarType dtype, bool allow_tf32, int capability) -> str",
+    # All kernels that can serve it, the best estimate first.
+    "kernel_candidates": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
+    " int groups, ScalarType dtype, bool allow_tf32, int capability) -> str[]",
     # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
     "library_info": "() -> str",
 }
-_HOST_OPS = ("describe_kernel", "library_info")  # no tensors: defined for the compiled library alone
+_HOST_OPS = (
+    "describe_kernel",
+    "kernel_candidates",
+    "library_info",
+)  # no tensors: defined for the compiled library alone
 
 _lib = torch.library.Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -317,5 +324,33 @@ def describe_kernel(
             f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}"
         )
     return _ops.describe_kernel.default(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
+
+
+def kernel_candidates(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+) -> list[str]:
+    """Names of the kernels that the tile menu weighs for a convolution, the best estimate first; arguments as
+    `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most
+    100.
+
+    Raises:
+        RuntimeError: the compiled library is not loaded.
+    """
+    if not LIBRARY.loaded:
+        raise RuntimeError(
+            f"yolo12_fastconv: no compiled library, so no kernels to choose among: {LIBRARY.reason}"
+        )
+    return _ops.kernel_candidates.default(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )

@@ -2,15 +2,17 @@
 // the shape alone, testable without a GPU.
 #pragma once
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "args.h"
+#include "dispatch.h"
 
 namespace yolo12_fastconv {
 
 // The largest current GPU (H100 SXM, H200), for which estimates are made and work is cut.
 constexpr int kMultiprocessors = 132;
-constexpr double kL2BytesPerCycle = 46;  // to each of them; fitted, see host/sm90_plan.cpp
 
 // How the pixels of x reach shared memory.
 enum class PixelMode : int {
@@ -20,7 +22,7 @@ enum class PixelMode : int {
 };
 
 struct Sm90Plan {
-  int channels = 0;  // output channels of a tile; 0: no plan
+  int channels = 0;  // output channels of a tile
   int workers = 0;  // warpgroups that compute, each a tile of 64 pixels of its own
   int row_bytes = 0;  // a block of input channels, in bytes: 128, 64 or 32
   int parts = 1;  // rows: blocks of input channels in a pixel stage
@@ -28,11 +30,13 @@ struct Sm90Plan {
   bool resident = false;  // weights of the tile's channels stay in shared memory
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
-  double cycles = 0;  // estimated, of a multiprocessor, without the set-up
+  bool operator==(const Sm90Plan&) const = default;
 };
 
 constexpr int kSm90Channels[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
 constexpr int kSm90SharedBytes = 227 * 1024;
+// Two blocks of them fit a multiprocessor: a kernel's set-up runs beside the kernel before (device/dependent_launch.cuh).
+constexpr int kSm90HalfSharedBytes = 113 * 1024;
 constexpr int kSm90MaxTaps = 25;
 constexpr int kSm90MaxWeightStages = 256;
 
@@ -81,9 +85,21 @@ inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tiles, int64_t
   return p.resident || blocks < p.workers || tiles < 5 * columns * p.workers ? 0 : blocks / p.workers;
 }
 
-// The plan with the lowest estimate. channels is 0 where the kernel can't run the convolution. Takes for granted: half
-// or bfloat16, and rows of x aligned to 16 bytes. Weighs some 200 of them: choose_kernel() keeps what it got.
-Sm90Plan plan_sm90(const ConvShape& shape);
+// A block of input channels, in bytes, in every plan of a convolution.
+int sm90_row_bytes(const ConvShape& shape);
+// Tiles of pixels, and blocks per tile of channels among which they are dealt out.
+inline int64_t sm90_tiles(const ConvShape& s, const Sm90Plan& p) {
+  return p.mode == PixelMode::kWindow ? int64_t(s.batch) * ceil_div(s.out_h, 8) * ceil_div(s.out_w, 8)
+                                      : ceil_div<int64_t>(s.out_pixels(), 64);
+}
+inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
+  return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
+}
+
+// All plans that the kernel can run the convolution with, each as it is with much shared memory and with half a
+// multiprocessor's; none where it can't. Takes for granted: half or bfloat16, and rows of x aligned to 16 bytes. Which
+// is best is up to device/tile_costs.h.
+std::vector<Sm90Plan> sm90_plans(const ConvShape& shape);
 std::string sm90_name(const Sm90Plan& plan);
 
 }  // namespace yolo12_fastconv

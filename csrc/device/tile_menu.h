@@ -1,9 +1,10 @@
 // Which kernel serves a convolution: shape in, named choice out. Pure host code, no CUDA, testable without a GPU
-// (op `describe_kernel`); YOLO12_FASTCONV_PRINT_TILES=1 prints each distinct choice once.
+// (ops `describe_kernel` and `kernel_candidates`); YOLO12_FASTCONV_PRINT_TILES=1 prints each distinct choice once.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "args.h"
 #include "sm90_plan.h"
@@ -42,7 +43,11 @@ struct KernelChoice {
   Sm90Plan sm90;           // kImplicitGemmSm90 only
 };
 
+// The first of kernel_candidates(), or the one that YOLO12_FASTCONV_KERNEL names.
 KernelChoice choose_kernel(const MenuQuery& query);
+// Kernels that can serve the convolution under YOLO12_FASTCONV_TARGET, at least one, at most 100, the one with the lowest
+// estimate first.
+std::vector<KernelChoice> kernel_candidates(const MenuQuery& query);
 // "family/target/tile". For people: launches do without it.
 std::string kernel_name(const KernelChoice& choice, const ConvShape& shape);
 

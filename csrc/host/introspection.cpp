@@ -11,6 +11,19 @@ std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> we
   return kernel_name(choose_kernel({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)}), shape);
 }
 
+std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,
+                                           std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                           std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                           bool allow_tf32, int64_t capability) {
+  const ConvShape shape = conv_shape(x_size, weight_size, {stride, padding, dilation, groups});
+  std::vector<std::string> names;
+  for (const KernelChoice& choice :
+       kernel_candidates({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)})) {
+    names.push_back(kernel_name(choice, shape));
+  }
+  return names;
+}
+
 std::string library_info() {
   return std::string("arch_list=") + YOLO12_FASTCONV_ARCH_LIST + ";cuda=" + YOLO12_FASTCONV_CUDA_VERSION +
          ";source_hash=" + YOLO12_FASTCONV_SOURCE_HASH + ";version=" + YOLO12_FASTCONV_VERSION;

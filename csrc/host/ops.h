@@ -42,6 +42,11 @@ std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> we
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
                             ScalarType dtype, bool allow_tf32, int64_t capability);
 
+std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,
+                                           std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                           std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                           bool allow_tf32, int64_t capability);
+
 std::string library_info();
 
 }  // namespace yolo12_fastconv

@@ -2,25 +2,27 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "build_info.h"
 #include "device/dispatch.h"
+#include "device/tile_costs.h"
 
 namespace yolo12_fastconv {
 namespace {
 
 // Tensor cores with cp.async and bfloat16 begin at 8.0.
 constexpr int kFirstTensorCoreCapability = 80;
+constexpr size_t kMostCandidates = 100;
 
 bool is_depthwise(const ConvShape& s) {
   const bool size = s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7;
@@ -48,42 +50,6 @@ bool fits_implicit_gemm(const ConvShape& s) {
          s.kernel_w <= kMaxGemmKernel;
 }
 
-// Cycles of a multiprocessor (H200, 1.755 GHz) from the end of the kernel before to the end of this one, with x and w in
-// L2, as they are when one image runs through a model. Not fitted to timings yet.
-constexpr double kFirstTileCycles = 600;   // the first copies' way from L2: 500, and a barrier
-constexpr double kStageCycles = 70;        // wait, barrier, first ldmatrix
-constexpr double kStepCycles = 35;         // products that wait for the products before
-constexpr double kFinishCycles = 250;      // sums through shared memory to y, besides:
-constexpr double kOutputsPerCycle = 12;    //   128 lanes, 10 instructions an element
-constexpr double kSharedBytesPerCycle = 128;
-constexpr double kProductsPerCycle = 1270;  // mma.sync in half: 62 % of wgmma's 2048
-
-double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t) {
-  const int lanes = 16 / size_of(dtype);
-  const double chunks = double(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, lanes);
-  const double stages = std::ceil(chunks / t.chunks), steps = stages * (t.chunks / 2);
-  const double blocks = double(ceil_div<int64_t>(s.out_pixels(), t.pixels)) * ceil_div(s.out_channels, t.channels);
-  const double rounds = std::ceil(blocks / kMultiprocessors);  // blocks that the busiest multiprocessor gets
-  const double rows = t.pixels + t.channels, outputs = double(t.pixels) * t.channels;
-  // One block by itself is a chain; all blocks of a multiprocessor share its ports, with some overlap.
-  const double chain = stages * kStageCycles + steps / t.groups * kStepCycles;
-  const double transfer = rounds * rows * chunks * 16 / kL2BytesPerCycle;
-  const double operands = double(t.warps_pixels) * t.warps_channels *
-                          (t.pixels / t.warps_pixels + t.channels / t.warps_channels);  // rows that warps read
-  const double shared = rounds * steps * (operands + rows) * 32 / kSharedBytesPerCycle;
-  const double products = rounds * steps * outputs * (lanes * 2) / (kProductsPerCycle * lanes / 8);
-  const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / kSharedBytesPerCycle;
-  return kFirstTileCycles + std::max({chain, transfer, shared, products}) + kFinishCycles +
-         rounds * (outputs / kOutputsPerCycle + partial_sums);
-}
-
-// The tile with the lowest estimate.
-GemmTile choose_gemm_tile(const ConvShape& s, DType dtype) {
-  return *std::min_element(std::begin(kGemmTiles), std::end(kGemmTiles), [&](const GemmTile& a, const GemmTile& b) {
-    return gemm_cycles(s, dtype, a) < gemm_cycles(s, dtype, b);
-  });
-}
-
 std::string tile_name(const GemmTile& t) {
   return "implicit_gemm/sm80/" + std::to_string(t.pixels) + "x" + std::to_string(t.channels) + "x" +
          std::to_string(t.chunks) + "x" + std::to_string(t.stages);
@@ -103,20 +69,14 @@ bool has_sm90_kernels() {
   return built;
 }
 
-// Whether the sm80 kernel serves a convolution on 9.0 too: most layers of one image. Its tiles are smaller than the 64
-// pixels of wgmma and its blocks share a reduction among warps, so that it fills the multiprocessors and has the shorter
-// chain; and it lacks the sm90 kernel's barriers, tensor maps and 200 KB of shared memory, 1 to 2 us to set up, which are
-// left out here as a margin, because gemm_cycles() is not fitted. Above 4 us (7000 cycles) x and y outgrow L2, which
-// gemm_cycles() takes for granted.
-bool is_small(const ConvShape& s, DType dtype, const Sm90Plan& plan) {
-  constexpr double kMostCycles = 7000;
-  const double cycles = gemm_cycles(s, dtype, choose_gemm_tile(s, dtype));
-  return cycles < kMostCycles && cycles < plan.cycles;
+// A switch, or empty. Read at every call, as tests and tools change it.
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
 }
 
 void print_once(const MenuQuery& query, const KernelChoice& choice) {
-  const char* wanted = std::getenv("YOLO12_FASTCONV_PRINT_TILES");
-  if (wanted == nullptr || std::string(wanted) != "1") return;
+  if (environment("YOLO12_FASTCONV_PRINT_TILES") != "1") return;
   const ConvShape& s = query.shape;
   std::ostringstream line;
   line << "yolo12_fastconv: " << s.batch << "x" << s.in_channels << "x" << s.in_h << "x" << s.in_w << " -> "
@@ -128,10 +88,9 @@ void print_once(const MenuQuery& query, const KernelChoice& choice) {
   if (printed.insert(line.str()).second) std::cerr << line.str() << std::endl;
 }
 
-// YOLO12_FASTCONV_TARGET, read at every call; empty: none. "aten" never gets here: the package then loads no library.
+// YOLO12_FASTCONV_TARGET; empty: none. "aten" never gets here: the package then loads no library.
 std::string forced_target(int capability) {
-  const char* value = std::getenv("YOLO12_FASTCONV_TARGET");
-  const std::string target = value != nullptr ? value : "";
+  const std::string target = environment("YOLO12_FASTCONV_TARGET");
   if (target == "sm90") {
     if (capability != kSm90Capability) {
       fail("YOLO12_FASTCONV_TARGET=sm90 needs a GPU of compute capability 9.0, this one has ", capability / 10, ".",
@@ -148,49 +107,68 @@ std::string forced_target(int capability) {
   return target;
 }
 
-KernelChoice choose(const MenuQuery& query, const std::string& target) {
+std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& target) {
   const ConvShape& s = query.shape;
   const bool half = query.dtype == DType::kFloat16 || query.dtype == DType::kBFloat16;
   if (is_depthwise(s)) {
     const bool mma =
         half && query.capability >= kFirstTensorCoreCapability && s.stride_h == 1 && s.out_channels % 8 == 0;
-    return {mma ? Family::kDepthwiseMma : Family::kDepthwise, {}, {}};
+    return {{mma ? Family::kDepthwiseMma : Family::kDepthwise, {}, {}}};
   }
   // One kernel for both targets: it has nothing to win from wgmma.
-  if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {Family::kStem, {}, {}};
+  if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {{Family::kStem, {}, {}}};
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
-  if (s.groups == 1 && half && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
-    const Sm90Plan plan = plan_sm90(s);
-    const bool small = target.empty() && fits_implicit_gemm(s) && is_small(s, query.dtype, plan);
-    if (plan.channels != 0 && !small) return {Family::kImplicitGemmSm90, {}, plan};
+  std::vector<std::pair<double, KernelChoice>> weighed;
+  if (half && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
+    for (const Sm90Plan& plan : sm90_plans(s)) {
+      weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
+    }
   }
-  if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s)) {
-    const GemmTile tile = choose_gemm_tile(s, query.dtype);
-    return {Family::kImplicitGemm, tile, {}};
+  if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s) && (target != "sm90" || weighed.empty())) {
+    for (const GemmTile& tile : kGemmTiles) {
+      weighed.push_back({gemm_cycles(s, query.dtype, tile), {Family::kImplicitGemm, tile, {}}});
+    }
   }
-  return {Family::kDirect, {}, {}};
+  std::stable_sort(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  if (weighed.empty()) return {{Family::kDirect, {}, {}}};
+  std::vector<KernelChoice> choices;
+  for (size_t i = 0; i < std::min<size_t>(weighed.size(), kMostCandidates); ++i) choices.push_back(weighed[i].second);
+  return choices;
+}
+
+KernelChoice choose(const MenuQuery& query, const std::string& target, const std::string& kernel) {
+  const std::vector<KernelChoice> all = candidates(query, target);
+  const auto named = std::find_if(all.begin(), all.end(), [&](const KernelChoice& choice) {
+    return !kernel.empty() && kernel_name(choice, query.shape) == kernel;
+  });
+  return named != all.end() ? *named : all.front();
 }
 
 }  // namespace
 
-// Some 200 plans and 10 tiles are weighed, which takes longer than a launch; so what was found is kept.
+std::vector<KernelChoice> kernel_candidates(const MenuQuery& query) {
+  return candidates(query, forced_target(query.capability));
+}
+
+// Up to 500 plans are weighed, which takes longer than a launch; so what was found is kept.
 KernelChoice choose_kernel(const MenuQuery& query) {
   constexpr size_t kMostChoices = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
   static_assert(kShapeInts * sizeof(int) == sizeof(ConvShape), "ConvShape is made of ints");
-  using Key = std::pair<std::array<int, kShapeInts + 3>, std::string>;
+  using Key = std::tuple<std::array<int, kShapeInts + 3>, std::string, std::string>;
   static std::mutex mutex;
   static std::map<Key, KernelChoice> known;
-  Key key = {{}, forced_target(query.capability)};
-  std::memcpy(key.first.data(), &query.shape, sizeof(query.shape));
-  key.first[kShapeInts] = static_cast<int>(query.dtype);
-  key.first[kShapeInts + 1] = query.allow_tf32;
-  key.first[kShapeInts + 2] = query.capability;
+  Key key = {{}, forced_target(query.capability), environment("YOLO12_FASTCONV_KERNEL")};
+  auto& [numbers, target, kernel] = key;
+  std::memcpy(numbers.data(), &query.shape, sizeof(query.shape));
+  numbers[kShapeInts] = static_cast<int>(query.dtype);
+  numbers[kShapeInts + 1] = query.allow_tf32;
+  numbers[kShapeInts + 2] = query.capability;
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = known.find(key);
   if (found == known.end()) {
     if (known.size() == kMostChoices) known.clear();
-    found = known.emplace(key, choose(query, key.second)).first;
+    found = known.emplace(key, choose(query, target, kernel)).first;
   }
   print_once(query, found->second);
   return found->second;

@@ -1,0 +1,80 @@
+"""scripts/tune.py without a GPU: arguments, estimates, and a fit to made-up timings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from yolo12_fastconv import ops
+from yolo12_fastconv._arguments import UsageError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import tune
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+KERNELS = (
+    "implicit_gemm/sm80/64x64x8x4",
+    "implicit_gemm/sm80/16x32x8x8",
+    "implicit_gemm/sm90/128x64x64-{}-streamed-2+8",
+    "implicit_gemm/sm90/256x32x64-{}-streamed-4+8",
+    "implicit_gemm/sm90/192x96x64-{}-streamed-3+4",
+)
+
+
+def test_arguments():
+    options = tune.parse(["model=n,x", "batch=1", "top=8", "budget=60", "out=f.json"], tune._SWEEP_KEYS)
+    assert options.model == ("n", "x") and options.batch == (1,) and options.top == 8 and options.budget == 60
+    assert tune.parse(["sweep=a,b", "write=True"], tune._FIT_KEYS).sweep == (Path("a"), Path("b"))
+    for argument in ("model=y", "batch=0", "dtype=fp64", "top=x", "sweep=a"):
+        with pytest.raises(UsageError, match=argument.partition("=")[0]):
+            tune.parse([argument], tune._SWEEP_KEYS)
+    assert (
+        tune.main([]) == tune.main(["sweep"]) == tune.main(["fit"]) == tune.main(["fit", "sweep=/none"]) == 2
+    )
+
+
+@needs_compiler
+def test_fit_finds_what_made_the_times(tmp_path, capsys):
+    model = tune.Model()
+    assert len(set(model.names)) == len(model.names) > 20
+    slower = model.defaults * np.where(np.array(model.names) == "gemm_step", 8.0, 1.0)
+    rows = []
+    for case in tune.dense_layers("n", 640, 1):
+        layer = tune.layer_of(case)
+        mode = "rows" if case.kernel == (1, 1) else "window"
+        kernels = [kernel.format(mode) for kernel in KERNELS if case.ci % 64 == 0 or "sm80" in kernel]
+        queries = (tune._Query * len(kernels))(*(model.query(layer, kernel) for kernel in kernels))
+        us = model.cycles(queries, slower) / tune.CYCLES_PER_US
+        rows.append(
+            dict(zip(tune.FIELDS, layer, strict=True)) | {"us": dict(zip(kernels, us.tolist(), strict=True))}
+        )
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps({"kind": "tiles", "rows": rows}))
+    assert tune.main(["fit", f"sweep={path}", "seconds=5"]) == 0
+    before, after = (
+        float(line.split()[-1])
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("all, weighted equally")
+    )
+    assert before > 1.02 and after < 1 + (before - 1) / 2
+
+
+@needs_compiler
+@pytest.mark.skipif(not ops.LIBRARY.loaded, reason=f"no compiled library: {ops.LIBRARY.reason}")
+def test_estimates_are_those_of_the_library():
+    model = tune.Model()
+    for case in tune.dense_layers("m", 640, 32):
+        names = ops.kernel_candidates(
+            (case.batch, case.ci, case.h, case.w), (case.co, case.ci, *case.kernel), case.stride, case.padding,
+            case.dilation, 1, torch.float16, tf32=False, capability=90,
+        )  # fmt: skip
+        queries = (tune._Query * len(names))(*(model.query(tune.layer_of(case), name) for name in names))
+        cycles = model.cycles(queries, model.defaults)
+        assert (np.diff(cycles) >= 0).all(), case
