@@ -61,7 +61,36 @@ inline int sm90_pixel_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
   const int pixels = p.mode == PixelMode::kWindow ? window.w * window.h : 64;
   return (pixels + 7) / 8 * 8 * p.row_bytes * p.parts;
 }
-inline int sm90_weight_stage_bytes(const Sm90Plan& p) { return p.channels * p.row_bytes; }
+
+// Filter taps, or (rows) blocks of channels of a pixel stage, whose weights share a stage: what one copy can bring, in at
+// most 32 KB, since its warp needs 200 to 250 cycles for each copy. Taps of a row, or all taps of a residue of the stride
+// (whose stages differ in size, so not where all of them stay in shared memory).
+inline int sm90_group_taps(const ConvShape& s, const Sm90Plan& p) {
+  constexpr int kMostTaps = 4, kMostBytes = 32 * 1024;
+  int taps = 1;
+  if (p.mode == PixelMode::kRows) {
+    if (s.in_channels * 2 % p.row_bytes == 0) taps = p.parts;
+  } else if (p.mode == PixelMode::kWindow) {
+    if (s.stride_h == 1 && s.stride_w == 1) {
+      taps = s.kernel_w;
+    } else if (!p.resident && s.dilation_h == 1 && s.dilation_w == 1 && s.stride_h * s.stride_w <= 4) {
+      taps = ceil_div(s.kernel_h, s.stride_h) * ceil_div(s.kernel_w, s.stride_w);
+    }
+  }
+  return taps <= kMostTaps && taps * p.channels * p.row_bytes <= kMostBytes ? taps : 1;
+}
+// Weight stages that a pixel stage's block of channels is multiplied with.
+inline int sm90_weight_groups(const ConvShape& s, const Sm90Plan& p) {
+  const int together = sm90_group_taps(s, p), taps = s.kernel_h * s.kernel_w * p.parts;
+  if (together == 1) return taps;
+  if (p.mode == PixelMode::kWindow && (s.stride_h > 1 || s.stride_w > 1)) {
+    return std::min(s.stride_h, s.kernel_h) * std::min(s.stride_w, s.kernel_w);
+  }
+  return taps / together;
+}
+inline int sm90_weight_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
+  return sm90_group_taps(s, p) * p.channels * p.row_bytes;
+}
 
 // The parts of shared memory in the order in which they lie.
 struct Sm90Layout {
@@ -69,7 +98,7 @@ struct Sm90Layout {
 };
 inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   Sm90Layout l;
-  l.pixels = p.weight_stages * sm90_weight_stage_bytes(p);
+  l.pixels = p.weight_stages * sm90_weight_stage_bytes(s, p);
   l.output = l.pixels + p.workers * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
   l.output = (l.output + 1023) / 1024 * 1024;
   l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels) * 2;

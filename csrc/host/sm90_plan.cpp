@@ -26,7 +26,7 @@ int blocks_of(const ConvShape& s, const Sm90Plan& p) { return ceil_div(s.in_chan
 
 // Fills in the stages, as many as are of use; false if `shared_bytes` do not hold the least.
 bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
-  const int taps = s.kernel_h * s.kernel_w * p.parts;  // weight stages that a pixel stage is multiplied with
+  const int taps = s.kernel_h * s.kernel_w, groups = sm90_weight_groups(s, p);
   const auto fits = [&](int pixel_stages, int weight_stages) {
     Sm90Plan q = p;
     q.pixel_stages = pixel_stages;
@@ -39,12 +39,12 @@ bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
   const int64_t rounds = ceil_div<int64_t>(ceil_div(sm90_tiles(s, p), sm90_columns(s, p)), p.workers);
   const int64_t tile_blocks = rounds * blocks_of(s, p);
   const int most_pixels =
-      static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : s.kernel_h * s.kernel_w)));
-  const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * taps));
+      static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
+  const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * groups));
   // Two where a stage lasts for several products, and enough of them to cover a latency.
   const int least = std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);
   if (p.resident) {
-    const int steps = blocks_of(s, p) * taps;
+    const int steps = blocks_of(s, p) * groups;
     if (steps > kSm90MaxWeightStages) return false;
     p.weight_stages = steps;
     for (p.pixel_stages = most_pixels; p.pixel_stages >= least; --p.pixel_stages) {
@@ -54,12 +54,12 @@ bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
   }
   if (!window) {  // as far ahead in both
     p.pixel_stages = least;
-    p.weight_stages = std::min(most_weights, least * p.parts);
+    p.weight_stages = std::min(most_weights, least * groups / taps);
     if (!fits(p.pixel_stages, p.weight_stages)) return false;
     for (bool more = true; more;) {
       more = false;
       if (p.weight_stages < most_weights && fits(p.pixel_stages, p.weight_stages + 1)) ++p.weight_stages, more = true;
-      if (p.pixel_stages < std::min(8, most_pixels) && p.pixel_stages * p.parts < p.weight_stages &&
+      if (p.pixel_stages < std::min(8, most_pixels) && p.pixel_stages * groups < p.weight_stages * taps &&
           fits(p.pixel_stages + 1, p.weight_stages)) {
         ++p.pixel_stages, more = true;
       }
@@ -69,7 +69,7 @@ bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
   for (p.pixel_stages = std::min(most_pixels, least + (planes > 1 ? 2 : 0)); p.pixel_stages >= least;
        --p.pixel_stages) {
     for (p.weight_stages = most_weights; p.weight_stages >= std::min(4, most_weights); --p.weight_stages) {
-      if (p.weight_stages * sm90_weight_stage_bytes(p) < 3 * 16384 && p.weight_stages < most_weights) break;
+      if (p.weight_stages * sm90_weight_stage_bytes(s, p) < 3 * 16384 && p.weight_stages < most_weights) break;
       if (fits(p.pixel_stages, p.weight_stages)) return true;
     }
   }

@@ -45,27 +45,30 @@ constexpr int kTilePixels = 64;
 // Filter taps that share a pixel stage, and where that stage's pixels lie relative to the tile's first one.
 struct Plane {
   int16_t right, down;
-  int16_t first_tap, last_tap;
+  int16_t first_group, last_group;
 };
-// What one weight stage is multiplied with: a filter tap, or (rows) one of the channel blocks of a pixel stage.
-struct Tap {
-  int32_t offset;  // of its first row in the pixel stage, in 16 bytes
-  int16_t weight;  // r * S + s
-  int16_t channel;  // relative to the first one of the pixel stage
+// Filter taps, or (rows) blocks of input channels, whose weights share a stage: one copy.
+struct TapGroup {
+  int16_t channel;  // of the first one, relative to the first channel of the block
+  uint8_t r, s;  // its row and column
+  uint8_t map, first_tap, taps;
 };
 
+constexpr int kMostWeightMaps = 4;
+
 struct KernelArgs {
-  CUtensorMap x, weight, y;
-  Plane plane[kSm90MaxTaps];
-  Tap tap[kSm90MaxTaps];
+  CUtensorMap x, y;
+  CUtensorMap weight[kMostWeightMaps];
   Affine affine;
   Act act;
   PixelMode mode;
-  int planes, taps, workers;
+  int planes, groups, workers;  // weight stages of a block of channels
   int out_channels, blocks, last_block_steps;  // stages that the input channels take; wgmma steps in the last one
-  int row_bytes, stage_channels, group_bytes;  // group: eight rows of a pixel stage as wgmma reads it
+  int row_bytes, group_bytes;  // group: eight rows of a pixel stage as wgmma reads it
   int pixel_stages, pixel_stage_bytes, pixel_filled_bytes;
-  int weight_stages, weight_stage_bytes;
+  int weight_stages, weight_stage_bytes, tap_bytes;
+  int block_channels, block_columns;  // from one block of channels to the next, as the maps of x and the weights count
+  int pixel_copies, copy_channels, copy_bytes;  // rows: of a pixel stage
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
@@ -82,6 +85,9 @@ struct KernelArgs {
   const void* residual;
   int64_t residual_stride;
   bool residual_vectors;  // 16-byte loads are aligned
+  Plane plane[kSm90MaxTaps];
+  TapGroup group[kSm90MaxTaps];
+  int tap_offset[kSm90MaxTaps];  // where the rows that a tap reads begin in its pixel stage, in 16 bytes
 };
 
 template <int kChannels>
@@ -165,40 +171,37 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
-  int i = worker;
-  TilePosition t = position_of(args, i * args.columns + work.column);
-  wait_for_earlier_kernels();
-  while (i < work.tiles) {
+  bool waits = true;
+  for (int i = worker; i < work.tiles; i += args.workers) {
+    const TilePosition t = position_of(args, i * args.columns + work.column);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
     int block = worker * args.lag_blocks;
     for (int step = 0; step < args.blocks; ++step) {
-      const int channel = block * args.stage_channels;
-      if (++block == args.blocks) block = 0;
+      const int channel = block * args.block_channels, column = block * args.block_columns;
       for (int j = 0; j < args.planes; ++j) {
         barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
         const Plane plane = args.plane[j];
+        if (waits) {  // all that leads to the first copy is done by then
+          wait_for_earlier_kernels();
+          waits = false;
+        }
         if (args.mode == PixelMode::kWindow) {
           load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
+        } else if (args.mode == PixelMode::kTaps) {
+          load_pixels(leads, to, &args.x, filled, channel, left, top, t.n, plane.right, plane.down);
         } else {
 #pragma unroll 1
-          for (int k = plane.first_tap; k <= plane.last_tap; ++k) {
-            const Tap part = args.tap[k];
-            if (args.mode == PixelMode::kRows) {
-              load_box(leads, to + part.offset * 16, &args.x, filled, channel + part.channel,
-                       static_cast<int>(t.pixel), 0, 0);
-            } else {
-              load_pixels(leads, to + part.offset * 16, &args.x, filled, channel + part.channel, left, top, t.n,
-                          plane.right, plane.down);
-            }
+          for (int copy = 0; copy < args.pixel_copies; ++copy) {
+            load_box(leads, to + copy * args.copy_bytes, &args.x, filled, channel + copy * args.copy_channels,
+                     static_cast<int>(t.pixel), column, 0);
           }
         }
         at.advance(args.pixel_stages);
       }
+      if (++block == args.blocks) block = 0;
     }
-    i += args.workers;
-    t = position_of(args, i * args.columns + work.column);
   }
 }
 
@@ -207,16 +210,22 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                              const BlockWork& work) {
   RingPosition at;
-  wait_for_earlier_kernels();
   const int steps = (args.resident ? 1 : work.rounds) * args.blocks + (args.workers - 1) * args.lag_blocks;
+  bool waits = true;
   int block = 0;
   for (int step = 0; step < steps; ++step) {
-    for (int i = 0; i < args.taps; ++i) {
+    for (int i = 0; i < args.groups; ++i) {
+      const TapGroup group = args.group[i];
       barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage);
-      barrier_expect(leads, filled, args.weight_stage_bytes);
-      load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight, filled,
-               block * args.stage_channels + args.tap[i].channel, args.tap[i].weight, work.first_channel);
+      barrier_expect(leads, filled, group.taps * args.tap_bytes);
+      const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
+      if (waits) {
+        wait_for_earlier_kernels();
+        waits = false;
+      }
+      load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight[group.map], filled, channel,
+               work.first_channel, column, group.r);
       at.advance(args.weight_stages);
     }
     if (++block == args.blocks) block = 0;
@@ -382,28 +391,10 @@ class TileWriter {
   int next_ = 0;
 };
 
-// Where both operands of a group of products begin, as descriptors.
-struct Operands {
-  uint32_t pixel_layout, weight_layout;
-  uint32_t pixels, weights;
-};
-
-// A weight stage times its part of a pixel stage, as one group: kSteps times 16 input channels.
-template <class T, int kChannels, int kSteps>
-__device__ __forceinline__ void multiply_steps(float (&sum)[kChannels / 2], const Operands& from) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    wgmma<T, kChannels>(sum, descriptor(from.pixel_layout, from.pixels + 2 * k),
-                        descriptor(from.weight_layout, from.weights + 2 * k));
-  }
-  wgmma_commit();
-}
-
 // The products of one warpgroup's tiles. With few channels a group of products takes 100 to 150 cycles, and what a warp
 // does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
-// with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products. So the taps of a
-// pixel stage and their steps are unrolled for the numbers of them that occur, which leaves about 40 instructions a tap.
+// with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products; so did the warp
+// that copied each tap's weights. Now taps that are few bytes share a stage, and the steps of a stage are unrolled.
 template <class T, int kChannels>
 class Worker {
  public:
@@ -414,10 +405,9 @@ class Worker {
         weight_ring_(weight_ring),
         first_pixels_(descriptor_start(pixel_stages)),
         first_weights_(descriptor_start(weight_stages)),
-        signals_(threadIdx.x % 32 == 0) {
-    from_.pixel_layout = descriptor_layout(args.row_bytes, args.group_bytes);
-    from_.weight_layout = descriptor_layout(args.row_bytes, 8 * args.row_bytes);
-  }
+        pixel_layout_(descriptor_layout(args.row_bytes, args.group_bytes)),
+        weight_layout_(descriptor_layout(args.row_bytes, 8 * args.row_bytes)),
+        signals_(threadIdx.x % 32 == 0) {}
 
   // All products of a tile, from block `first` of the input channels on, round. Resident weights lie in shared memory in
   // the order of use, with `wait` if they may still be on their way; streamed ones come through their ring.
@@ -432,7 +422,7 @@ class Worker {
 
   // Lets the weights of this many blocks pass.
   __device__ __forceinline__ void skip(int blocks) {
-    for (int i = 0; i < blocks * args_.taps; ++i) {
+    for (int i = 0; i < blocks * args_.groups; ++i) {
       barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
       barrier_arrive_if(weight_ring_.emptied(weight_at_.stage), signals_);
       weight_at_.advance(weight_ring_.stages);
@@ -453,22 +443,29 @@ class Worker {
       do {
         const Plane plane = args_.plane[i];
         const uint32_t pixels = first_pixels_ + pixel_at_.stage * args_.pixel_stage_step;
-        const int taps = plane.last_tap + 1 - plane.first_tap;
         barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
-        if (full && taps == 9) {
-          multiply_taps<kStreamed, kSteps, 9>(sum, pixels, plane.first_tap, wait, emptied);
-        } else if (full && taps == 4) {
-          multiply_taps<kStreamed, kSteps, 4>(sum, pixels, plane.first_tap, wait, emptied);
-        } else if (full && taps == 3) {
-          multiply_taps<kStreamed, kSteps, 3>(sum, pixels, plane.first_tap, wait, emptied);
-        } else if (full && taps == 2) {
-          multiply_taps<kStreamed, kSteps, 2>(sum, pixels, plane.first_tap, wait, emptied);
+        if (full && plane.last_group - plane.first_group == 8) {
+#pragma unroll
+          for (int group = 0; group < 9; ++group) {
+            multiply_group<kStreamed, kSteps, 1>(sum, pixels, plane.first_group + group, wait, emptied);
+          }
         } else {
-          const int steps = full ? kSteps : args_.last_block_steps;
-          int tap = plane.first_tap;
+          int g = plane.first_group;
           do {
-            multiply_tap<kStreamed, kSteps>(sum, pixels, tap, wait, emptied, steps);
-          } while (++tap <= plane.last_tap);
+            const TapGroup group = args_.group[g];
+            if (full && group.taps == 1) {
+              multiply_group<kStreamed, kSteps, 1>(sum, pixels, group.first_tap, wait, emptied);
+            } else if (full && group.taps == 2) {
+              multiply_group<kStreamed, kSteps, 2>(sum, pixels, group.first_tap, wait, emptied);
+            } else if (full && group.taps == 3) {
+              multiply_group<kStreamed, kSteps, 3>(sum, pixels, group.first_tap, wait, emptied);
+            } else if (full && group.taps == 4) {
+              multiply_group<kStreamed, kSteps, 4>(sum, pixels, group.first_tap, wait, emptied);
+            } else {
+              multiply_stage<kStreamed, kSteps>(sum, pixels, group, full ? kSteps : args_.last_block_steps, wait,
+                                                     emptied);
+            }
+          } while (++g <= plane.last_group);
         }
         if constexpr (!kStreamed) {
           wgmma_wait<1>();
@@ -485,31 +482,62 @@ class Worker {
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
   }
 
-  template <bool kStreamed, int kSteps, int kTaps>
-  __device__ __forceinline__ void multiply_taps(float (&sum)[kChannels / 2], uint32_t pixels, int first_tap, bool wait,
-                                                uint32_t emptied) {
+  template <int kSteps>
+  __device__ __forceinline__ void multiply_steps(float (&sum)[kChannels / 2], uint32_t pixels, uint32_t weights) {
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTaps; ++i) {
-      multiply_tap<kStreamed, kSteps>(sum, pixels, first_tap + i, wait, emptied, kSteps);
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma<T, kChannels>(sum, descriptor(pixel_layout_, pixels + 2 * k), descriptor(weight_layout_, weights + 2 * k));
     }
+    wgmma_commit();
   }
 
-  // One weight stage times its part of the pixel stage. Streamed: the stages that the group before read are released.
-  template <bool kStreamed, int kSteps>
-  __device__ __forceinline__ void multiply_tap(float (&sum)[kChannels / 2], uint32_t pixels, int tap, bool wait,
-                                               uint32_t emptied, int steps) {
-    from_.pixels = pixels + args_.tap[tap].offset;
-    from_.weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
+  // A weight stage times its parts of the pixel stage.
+  template <bool kStreamed, int kSteps, int kTaps>
+  __device__ __forceinline__ void multiply_group(float (&sum)[kChannels / 2], uint32_t pixels, int first_tap, bool wait,
+                                                 uint32_t emptied) {
+    const uint32_t weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
     if (kStreamed || wait) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
-    if (steps == kSteps) {
-      multiply_steps<T, kChannels, kSteps>(sum, from_);
-    } else if (kSteps > 1 && steps == 1) {
-      multiply_steps<T, kChannels, 1>(sum, from_);
-    } else if (kSteps > 2 && steps == 2) {
-      multiply_steps<T, kChannels, 2>(sum, from_);
-    } else if (kSteps > 3) {
-      multiply_steps<T, kChannels, 3>(sum, from_);
+    wgmma_fence();
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      const uint32_t from = pixels + args_.tap_offset[first_tap + tap];
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        wgmma<T, kChannels>(sum, descriptor(pixel_layout_, from + 2 * k),
+                            descriptor(weight_layout_, weights + (tap * kChannels * kSteps + k) * 2));
+      }
     }
+    wgmma_commit();
+    leave_stage<kStreamed>(emptied);
+  }
+
+  // The same in any other case: `steps` of kSteps times 16 channels, or as many taps as no kernel has been unrolled for.
+  template <bool kStreamed, int kSteps>
+  __device__ __forceinline__ void multiply_stage(float (&sum)[kChannels / 2], uint32_t pixels,
+                                                      const TapGroup& group, int steps, bool wait, uint32_t emptied) {
+    uint32_t weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
+    if (kStreamed || wait) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
+    int tap = 0;
+    do {
+      const uint32_t from = pixels + args_.tap_offset[group.first_tap + tap];
+      if (steps == 1) {
+        multiply_steps<1>(sum, from, weights);
+      } else if (steps == 2) {
+        multiply_steps<2>(sum, from, weights);
+      } else if (steps == 3) {
+        multiply_steps<3>(sum, from, weights);
+      } else {
+        multiply_steps<4>(sum, from, weights);
+      }
+      weights += kChannels * kSteps * 2;
+    } while (++tap < group.taps);
+    leave_stage<kStreamed>(emptied);
+  }
+
+  // Streamed: the stages that the group before read are released.
+  template <bool kStreamed>
+  __device__ __forceinline__ void leave_stage(uint32_t emptied) {
     if constexpr (kStreamed) {
       wgmma_wait<1>();
       barrier_arrive_if(weights_emptied_, release_weights_);
@@ -526,8 +554,8 @@ class Worker {
   const KernelArgs& args_;
   Ring pixel_ring_, weight_ring_;
   uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
+  uint32_t pixel_layout_, weight_layout_;
   uint32_t signals_;  // one lane a warp
-  Operands from_;
   RingPosition pixel_at_, weight_at_;
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
@@ -589,7 +617,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   if (threadIdx.x == 0) {
     if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
     prefetch_tensor_map(&args.x);
-    prefetch_tensor_map(&args.weight);
+    prefetch_tensor_map(&args.weight[0]);
     prefetch_tensor_map(&args.y);
   }
   // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do. The warp that
@@ -691,7 +719,14 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, Pixe
              h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
   if (mode == PixelMode::kRows) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
-    return tiled_map<4>("x", dtype, a.x, {c, pixels, 1, 1}, {bytes(x.w), bytes(x.w) * pixels, bytes(x.w) * pixels},
+    const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan));
+    const cuuint64_t row = bytes(x.w);
+    if (parts > 1) {
+      return tiled_map<4>("x", dtype, a.x, {channels, pixels, c / channels, 1},
+                          {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
+                          {1, 1, 1, 1}, swizzle);
+    }
+    return tiled_map<4>("x", dtype, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
                         {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, swizzle);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
@@ -713,37 +748,88 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, Pixe
   return map;
 }
 
-// Planes and taps in the order in which the products run.
-void fill_taps(KernelArgs& k, const ConvShape& s, const Sm90Plan& plan) {
-  const auto narrow = [](int value) { return static_cast<int16_t>(value); };
-  k.planes = k.taps = 0;
+// Map of the packed weights, (K, R * S, padded C): boxes of `channels` output channels for `rows` x `columns` filter taps
+// that are `step` apart.
+CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int rows, int columns, int step_h,
+                       int step_w) {
+  const ConvShape& s = a.shape;
+  const auto c = static_cast<cuuint64_t>(round_up(s.in_channels, 8)), k = static_cast<cuuint64_t>(s.out_channels);
+  const auto block = static_cast<cuuint32_t>(plan.row_bytes / 2), channels = static_cast<cuuint32_t>(plan.channels);
+  const cuuint64_t tap = c * 2, row = tap * s.kernel_w, filter = row * s.kernel_h;
+  const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
+  if (plan.mode == PixelMode::kRows && columns > 1) {  // blocks of channels in the place of columns
+    return tiled_map<4>("weight", dtype, a.weight, {block, k, c / block, 1},
+                        {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
+                        {1, 1, 1, 1}, swizzle);
+  }
+  // A box is counted in elements before striding.
+  const auto extent = [](int count, int step) { return static_cast<cuuint32_t>((count - 1) * step + 1); };
+  return tiled_map<4>("weight", dtype, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
+                      {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
+                      {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, swizzle);
+}
+
+// Planes, groups and taps in the order in which the products run, and the maps of the weights.
+void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& plan, PixelMode mode) {
+  const ConvShape& s = a.shape;
+  const int together = sm90_group_taps(s, plan);
+  int maps = 0, taps = 0;
+  k.planes = k.groups = 0;
+  const auto add_map = [&](int rows, int columns, int step_h, int step_w) {
+    k.weight[maps++] = weight_map(a, dtype, plan, rows, columns, step_h, step_w);
+  };
+  // `count` taps from (r, c) on; `channel`: of the first one.
+  const auto add_group = [&](int channel, int r, int c, int count) {
+    k.group[k.groups++] = {static_cast<int16_t>(channel), static_cast<uint8_t>(r), static_cast<uint8_t>(c),
+                           static_cast<uint8_t>(maps - 1), static_cast<uint8_t>(taps), static_cast<uint8_t>(count)};
+  };
+  const auto add_plane = [&](int right, int down, int first_group) {
+    k.plane[k.planes++] = {static_cast<int16_t>(right), static_cast<int16_t>(down), static_cast<int16_t>(first_group),
+                           static_cast<int16_t>(k.groups - 1)};
+  };
   if (plan.mode == PixelMode::kRows) {
+    add_map(1, together, 1, 1);
     for (int part = 0; part < plan.parts; ++part) {
-      k.tap[k.taps++] = {part * kTilePixels * plan.row_bytes / 16, 0, narrow(part * plan.row_bytes / 2)};
+      if (part % together == 0) add_group(part * plan.row_bytes / 2, 0, 0, together);
+      k.tap_offset[taps++] = part * kTilePixels * plan.row_bytes / 16;
     }
-    k.plane[k.planes++] = {0, 0, 0, narrow(k.taps - 1)};
+    add_plane(0, 0, 0);
     return;
   }
-  const bool windows = plan.mode == PixelMode::kWindow;
+  if (mode == PixelMode::kTaps) {
+    add_map(1, 1, 1, 1);
+    for (int r = 0; r < s.kernel_h; ++r) {
+      for (int c = 0; c < s.kernel_w; ++c) {
+        add_group(0, r, c, 1);
+        k.tap_offset[taps++] = 0;
+        add_plane(c * s.dilation_w, r * s.dilation_h, k.groups - 1);
+      }
+    }
+    return;
+  }
   const Sm90Window window = sm90_window(s);
-  const int residues_h = windows ? s.stride_h : 1, residues_w = windows ? s.stride_w : 1;
-  for (int y = 0; y < residues_h; ++y) {
-    for (int x = 0; x < residues_w; ++x) {
-      const int first = k.taps;
+  const bool strided = s.stride_h > 1 || s.stride_w > 1;
+  if (together == 1) add_map(1, 1, 1, 1);
+  if (together > 1 && !strided) add_map(1, together, 1, 1);
+  for (int y = 0; y < s.stride_h; ++y) {
+    for (int x = 0; x < s.stride_w; ++x) {
+      const int first_group = k.groups;
+      // Those of the residue (y, x), as many rows and columns of them.
+      const int rows = ceil_div(s.kernel_h - y, s.stride_h), columns = ceil_div(s.kernel_w - x, s.stride_w);
+      if (together > 1 && strided && rows > 0 && columns > 0) {
+        add_map(rows, columns, s.stride_h, s.stride_w);
+        add_group(0, y, x, rows * columns);
+      }
       for (int r = 0; r < s.kernel_h; ++r) {
         for (int c = 0; c < s.kernel_w; ++c) {
           const int down = r * s.dilation_h, right = c * s.dilation_w;
-          const int16_t weight = narrow(r * s.kernel_w + c);
-          if (!windows) {
-            k.plane[k.planes++] = {narrow(right), narrow(down), narrow(k.taps), narrow(k.taps)};
-            k.tap[k.taps++] = {0, weight, 0};
-          } else if (down % s.stride_h == y && right % s.stride_w == x) {
-            const int row = down / s.stride_h * window.w + right / s.stride_w;
-            k.tap[k.taps++] = {row * plan.row_bytes / 16, weight, 0};
-          }
+          if (down % s.stride_h != y || right % s.stride_w != x) continue;
+          if (together == 1 || (!strided && c == 0)) add_group(0, r, c, together);
+          const int row = down / s.stride_h * window.w + right / s.stride_w;
+          k.tap_offset[taps++] = row * plan.row_bytes / 16;
         }
       }
-      if (windows && k.taps > first) k.plane[k.planes++] = {narrow(x), narrow(y), narrow(first), narrow(k.taps - 1)};
+      if (k.groups > first_group) add_plane(x, y, first_group);
     }
   }
 }
@@ -757,16 +843,10 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   if (mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) mode = PixelMode::kTaps;
   const Sm90Layout layout = sm90_layout(s, plan);
   const Sm90Window window = sm90_window(s);
-  const int padded = round_up(s.in_channels, 8), taps = s.kernel_h * s.kernel_w;
 
   KernelArgs k;
   k.x = pixel_map(a, dtype, plan, mode, x);
-  const auto row = static_cast<cuuint64_t>(padded) * 2;
-  k.weight = tiled_map<3>(
-      "weight", dtype, a.weight,
-      {static_cast<cuuint64_t>(padded), static_cast<cuuint64_t>(taps), static_cast<cuuint64_t>(s.out_channels)},
-      {row, row * taps}, {static_cast<cuuint32_t>(plan.row_bytes / 2), 1, kChannels}, {1, 1, 1},
-      map_swizzle(plan.row_bytes));
+  fill_taps(k, a, dtype, plan, mode);
   k.store_boxes = a.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
   const int aligned =
       s.out_channels | static_cast<int>(a.y_stride % 4) | static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / 2 % 4);
@@ -785,9 +865,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
                          {kBox, 16, 1, 1}, {1, 1, 1, 1}, swizzle);
     }
   } else {
-    k.y = k.weight;  // prefetched, not used
+    k.y = k.weight[0];  // prefetched, not used
   }
-  fill_taps(k, s, plan);
   k.affine = a.affine;
   k.act = a.act;
   k.mode = mode;
@@ -796,16 +875,23 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t s
   k.tile_channels = kChannels;
   k.out_channels = s.out_channels;
   k.row_bytes = plan.row_bytes;
-  k.stage_channels = plan.parts * plan.row_bytes / 2;
-  k.blocks = ceil_div(s.in_channels, k.stage_channels);
+  const int stage_channels = plan.parts * plan.row_bytes / 2;
+  k.blocks = ceil_div(s.in_channels, stage_channels);
   k.last_block_steps =
-      plan.parts == 1 ? ceil_div(s.in_channels - (k.blocks - 1) * k.stage_channels, 16) : plan.row_bytes / 32;
+      plan.parts == 1 ? ceil_div(s.in_channels - (k.blocks - 1) * stage_channels, 16) : plan.row_bytes / 32;
+  const bool whole = plan.mode == PixelMode::kRows && sm90_group_taps(s, plan) > 1;
+  k.block_channels = whole ? 0 : stage_channels;
+  k.block_columns = whole ? plan.parts : 0;
+  k.pixel_copies = whole ? 1 : plan.parts;
+  k.copy_channels = plan.row_bytes / 2;
+  k.copy_bytes = kTilePixels * plan.row_bytes;
   k.group_bytes = (mode == PixelMode::kWindow ? window.w : 8) * plan.row_bytes;
   k.pixel_stages = plan.pixel_stages;
   k.pixel_stage_bytes = sm90_pixel_stage_bytes(s, plan);
   k.pixel_filled_bytes = (mode == PixelMode::kWindow ? window.w * window.h : kTilePixels * plan.parts) * plan.row_bytes;
   k.weight_stages = plan.weight_stages;
-  k.weight_stage_bytes = sm90_weight_stage_bytes(plan);
+  k.tap_bytes = kChannels * plan.row_bytes;
+  k.weight_stage_bytes = sm90_weight_stage_bytes(s, plan);
   k.pixel_stage_step = k.pixel_stage_bytes / 16;
   k.weight_stage_step = k.weight_stage_bytes / 16;
   k.block_steps = plan.row_bytes / 32;
