@@ -6,6 +6,7 @@
 #include <string>
 
 #include "args.h"
+#include "depthwise_plan.h"
 #include "sm90_plan.h"
 
 namespace yolo12_fastconv {
@@ -40,6 +41,7 @@ struct KernelChoice {
   Family family;
   GemmTile tile;           // kImplicitGemm only
   Sm90Plan sm90;           // kImplicitGemmSm90 only
+  DepthwisePlan depthwise = {};  // kDepthwiseMma only
 };
 
 KernelChoice choose_kernel(const MenuQuery& query);
