@@ -45,12 +45,13 @@ struct MmaTile {
   using Element = T;
   static constexpr int kKernel = kKernelSize, kRows = kUnitRows, kChannels = kTileChannels;
 
-  // Narrow blocks, which are there to be short, have a warp more for taps, scale and shift: folding takes about 150
-  // instructions and two trips to memory, which would otherwise delay a warp's x. In wide blocks, where many warps share
-  // the time, registers are dearer: 16 warps of 64 fill half a multiprocessor.
+  // Narrow blocks, which are there to be short, have a warp more for the taps and one for scale and shift: fetching these
+  // takes 100 to 300 instructions, by which a warp's x would be late. In wide blocks many warps share the time, and
+  // registers are dearer: 16 warps of 64 fill half a multiprocessor.
   static constexpr bool kNarrow = kChannels < 32;
-  static constexpr int kWarps = kNarrow ? 8 : 16, kThreads = (kWarps + kNarrow) * 32;
-  static constexpr int kResident = kNarrow ? 3 : 2;  // blocks per multiprocessor
+  static constexpr int kWarps = kNarrow ? 8 : 16, kHelpers = kNarrow ? 2 : 0, kThreads = (kWarps + kHelpers) * 32;
+  static constexpr int kTapWarp = kWarps, kAffineWarp = kWarps + kHelpers - 1;  // wide: taps by all but the last
+  static constexpr int kResident = kChannels == 8 ? 3 : 2;  // blocks per multiprocessor
   static constexpr int kWarpChannels = kChannels / kWarps;
 
   static constexpr int kGroups = kChannels / 8;  // a thread loads and stores 8 channels of a pixel
@@ -107,6 +108,24 @@ __device__ __forceinline__ BlockPosition block_position(const ConvShape& s, cons
   return at;
 }
 
+// Barriers of some of the warps; __syncthreads() is number 0. Whoever arrives does not wait.
+constexpr int kInputReady = 1, kAffineReady = 2;
+
+template <int kBarrier>
+__device__ __forceinline__ void sync_warps(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+template <int kBarrier>
+__device__ __forceinline__ void arrive_at(int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+
+// What depends on all of an address, for wait_for_earlier_kernels().
+__device__ __forceinline__ uint32_t fold_address(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  return static_cast<uint32_t>(bits) ^ static_cast<uint32_t>(bits >> 32);
+}
+
 // The table of pairs of taps. A thread loads filter rows: one, or in narrow blocks all those of a lane at once.
 template <class Tile>
 class TapLoader {
@@ -114,15 +133,28 @@ class TapLoader {
   __device__ __forceinline__ TapLoader(const BlockPosition& at, uint32_t* table)
       : table_(table), first_(Tile::kNarrow ? threadIdx.x % 32 : threadIdx.x), rows_(at.channels * Tile::kKernel) {}
 
-  __device__ __forceinline__ void issue(const ConvArgs& a, const BlockPosition& at) {
+  __device__ __forceinline__ void prepare(const ConvArgs& a, const BlockPosition& at) {
 #pragma unroll
     for (int i = 0; i < Tile::kTapPasses; ++i) {
-      const int row = first_ + i * 32, channel = row / kKernel;
-      if (row >= rows_) continue;
-      const uint16_t* const from = static_cast<const uint16_t*>(a.weight) +
-                                   (at.channel + channel) * a.weight_strides.n + row % kKernel * a.weight_strides.h;
+      const int row = first_ + i * 32;
+      from_[i] = static_cast<const uint16_t*>(a.weight) + (at.channel + row / kKernel) * a.weight_strides.n +
+                 row % kKernel * a.weight_strides.h;
+    }
+  }
+
+  __device__ __forceinline__ uint32_t prepared() const {
+    uint32_t all = 0;
 #pragma unroll
-      for (int s = 0; s < kKernel; ++s) taps_[i][s] = from[s * a.weight_strides.w];
+    for (int i = 0; i < Tile::kTapPasses; ++i) all ^= fold_address(from_[i]);
+    return all;
+  }
+
+  __device__ __forceinline__ void issue(const ConvArgs& a) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTapPasses; ++i) {
+      if (first_ + i * 32 >= rows_) continue;
+#pragma unroll
+      for (int s = 0; s < kKernel; ++s) taps_[i][s] = from_[i][s * a.weight_strides.w];
     }
   }
 
@@ -144,13 +176,14 @@ class TapLoader {
   static constexpr int kKernel = Tile::kKernel;
   uint32_t* table_;
   int first_, rows_;
+  const uint16_t* from_[Tile::kTapPasses];
   uint16_t taps_[Tile::kTapPasses][kKernel];
 };
 
-// Scale and shift of each channel. By the last warp.
+// Scale and shift of each channel. By kAffineWarp.
 template <class Tile>
 __device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, ScaleShift<float>* affine) {
-  const int channel = static_cast<int>(threadIdx.x) - (Tile::kThreads - 32);
+  const int channel = static_cast<int>(threadIdx.x) - Tile::kAffineWarp * 32;
   if (channel < 0 || channel >= at.channels) return;
   affine[channel] = fold_for_epilogue(a.affine, at.channel + channel, a.shape.out_channels, a.act == Act::kSilu);
 }
@@ -228,6 +261,13 @@ class InputLoader {
       from_[i] = image_ + h * args_.x_strides.h + w * args_.x_strides.w;
       to_[i] = more() ? pair_ * 4 + row / Tile::kRows * tiling_.segment_pad * 16 : -1;
     }
+  }
+
+  __device__ __forceinline__ uint32_t prepared() const {
+    uint32_t all = valid_;
+#pragma unroll
+    for (int i = 0; i < Tile::kInFlight; ++i) all ^= fold_address(from_[i]) ^ static_cast<uint32_t>(to_[i]);
+    return all;
   }
 
   __device__ __forceinline__ void issue() {
@@ -449,43 +489,73 @@ __device__ __forceinline__ void load_pixel_pair(uint4& left, uint4& right, const
 
 // The block's outputs to y, a pair of pixels and 8 channels at a time. As in stock, the activated value is rounded
 // before the residual is added.
-template <class Tile, bool kResidual>
-__device__ __forceinline__ void store_output(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
-                                             const unsigned char* output) {
+template <class Tile>
+class OutputWriter {
+ public:
   using T = typename Tile::Element;
-  const ConvShape& s = a.shape;
-  const int channel = static_cast<int>(threadIdx.x) % Tile::kGroups * 8;
-  if (channel >= at.channels) return;
-  const int rows = min(g.unit_rows * Tile::kRows, s.out_h - at.row);
-  const int columns = min(g.unit_cols * kUnitCols, s.out_w - at.column);
-  const int pairs = rows * static_cast<int>(g.by_row_pairs.divisor);
-  const int64_t first_pixel = (int64_t(at.n) * s.out_h + at.row) * s.out_w + at.column;
-  T* const y = static_cast<T*>(a.y) + first_pixel * s.out_channels + at.channel + channel;
-  const T* const residual = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n +
-                            at.row * a.residual_strides.h + at.column * a.residual_strides.w + at.channel + channel;
-  output += channel_offset<Tile>(channel);
-#pragma unroll 2
-  for (int pair = static_cast<int>(threadIdx.x) / Tile::kGroups; pair < pairs; pair += Tile::kStoreStep) {
-    int row, column;
-    g.by_row_pairs.divide(pair, row, column);
-    column *= 2;
-    const bool valid[2] = {column < columns, column + 1 < columns};
-    uint4 added[2];
-    if constexpr (kResidual) {
-      const T* const from = residual + row * a.residual_strides.h + column * a.residual_strides.w;
-      added[0] = load_if(valid[0], from);
-      added[1] = load_if(valid[1], from + a.residual_strides.w);
-    }
-    uint4 value[2];
-    load_pixel_pair<Tile>(value[0], value[1], output + pair * 4 + row / Tile::kRows * pad_bytes(g));
-    T* const to = y + (int64_t(row) * s.out_w + column) * s.out_channels;
+
+  __device__ __forceinline__ OutputWriter(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
+                                          const unsigned char* output)
+      : args_(a), tiling_(g) {
+    const int thread = threadIdx.x, channel = thread % Tile::kGroups * 8;
+    const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row);
+    columns_ = min(g.unit_cols * kUnitCols, a.shape.out_w - at.column);
+    pair_ = thread / Tile::kGroups;
+    pairs_ = channel < at.channels ? rows * static_cast<int>(g.by_row_pairs.divisor) : 0;
+    const int64_t first_pixel = (int64_t(at.n) * a.shape.out_h + at.row) * a.shape.out_w + at.column;
+    y_ = static_cast<T*>(a.y) + first_pixel * a.shape.out_channels + at.channel + channel;
+    residual_ = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n + at.row * a.residual_strides.h +
+                at.column * a.residual_strides.w + at.channel + channel;
+    output_ = output + channel_offset<Tile>(channel);
+  }
+
+  // Where the next pair is.
+  __device__ __forceinline__ void prepare() {
+    tiling_.by_row_pairs.divide(pair_, row_, column_);
+    column_ *= 2;
+    from_ = output_ + pair_ * 4 + row_ / Tile::kRows * pad_bytes(tiling_);
+    to_ = y_ + (int64_t(row_) * args_.shape.out_w + column_) * args_.shape.out_channels;
+  }
+
+  __device__ __forceinline__ uint32_t prepared() const {
+    return fold_address(to_) ^ fold_address(from_) ^ static_cast<uint32_t>(column_);
+  }
+
+  // All pairs, from the prepared one on.
+  template <bool kResidual>
+  __device__ __forceinline__ void write() {
+#pragma unroll 1
+    while (pair_ < pairs_) {
+      const bool valid[2] = {column_ < columns_, column_ + 1 < columns_};
+      uint4 added[2];
+      if constexpr (kResidual) {
+        const T* const from = residual_ + row_ * args_.residual_strides.h + column_ * args_.residual_strides.w;
+        added[0] = load_if(valid[0], from);
+        added[1] = load_if(valid[1], from + args_.residual_strides.w);
+      }
+      uint4 value[2];
+      load_pixel_pair<Tile>(value[0], value[1], from_);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      if constexpr (kResidual) value[side] = add_rounded<T>(value[side], added[side]);
-      if (valid[side]) *reinterpret_cast<uint4*>(to + side * s.out_channels) = value[side];
+      for (int side = 0; side < 2; ++side) {
+        if constexpr (kResidual) value[side] = add_rounded<T>(value[side], added[side]);
+        if (valid[side]) *reinterpret_cast<uint4*>(to_ + side * args_.shape.out_channels) = value[side];
+      }
+      pair_ += Tile::kStoreStep;
+      prepare();
     }
   }
-}
+
+ private:
+  const ConvArgs& args_;
+  const Tiling& tiling_;
+  T* y_;
+  const T* residual_;
+  const unsigned char* output_;
+  int columns_, pair_, pairs_;
+  int row_, column_;
+  const unsigned char* from_;
+  T* to_;
+};
 
 template <class Tile>
 __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a,
@@ -496,23 +566,27 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
   let_later_kernels_start();
   const BlockPosition at = block_position<Tile>(a.shape, g);
   const int warp = threadIdx.x / 32;
-  int first_row = 0;
-  if (Tile::kNarrow) first_row = matrix_row<Tile>(g);  // in wide blocks it would wait in a register that is needed
   TapLoader<Tile> taps(at, table);
   InputLoader<Tile> loader(a, g, at, shared);
+  OutputWriter<Tile> writer(a, g, at, shared);
+  int first_row = 0;
+  taps.prepare(a, at);
   loader.prepare();
-  wait_for_earlier_kernels();
-
-  if (Tile::kNarrow && warp == Tile::kWarps) {
-    taps.issue(a, at);
-    fill_affine<Tile>(a, at, affine);
-    taps.store();
+  if constexpr (Tile::kNarrow) {
+    // All addresses behind the end of the kernel before. In wide blocks they would occupy registers that are needed.
+    first_row = matrix_row<Tile>(g);
+    writer.prepare();
+    wait_for_earlier_kernels(taps.prepared() ^ loader.prepared() ^ writer.prepared() ^ uint32_t(first_row));
   } else {
+    wait_for_earlier_kernels();
+  }
+
+  if (warp < Tile::kWarps) {
     loader.issue();
-    if (!Tile::kNarrow) {  // while x is on its way
-      taps.issue(a, at);
-      fill_affine<Tile>(a, at, affine);
+    if constexpr (!Tile::kNarrow) {  // while x is on its way
+      taps.issue(a);
       taps.store();
+      fill_affine<Tile>(a, at, affine);
     }
     clear_rows_below<Tile>(a.shape, g, at, shared);
     loader.store();
@@ -521,29 +595,42 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
       loader.issue();
       loader.store();
     }
+  } else if (warp == Tile::kTapWarp) {
+    taps.issue(a);
+    taps.store();
+  } else {
+    fill_affine<Tile>(a, at, affine);
   }
-  __syncthreads();
+  if constexpr (!Tile::kNarrow) {
+    __syncthreads();
+    first_row = matrix_row<Tile>(g);
+  } else if (warp <= Tile::kTapWarp) {
+    sync_warps<kInputReady>((Tile::kWarps + 1) * 32);
+  } else {
+    arrive_at<kAffineReady>((Tile::kWarps + 1) * 32);
+  }
 
-  if (!Tile::kNarrow) first_row = matrix_row<Tile>(g);
 #pragma unroll 1
   for (int i = 0; i < Tile::kWarpChannels; ++i) {
     const int channel = warp + i * Tile::kWarps;
-    if (warp >= Tile::kWarps || channel >= at.channels) break;
+    if (warp >= Tile::kWarps || channel >= at.channels) break;  // the same warps have a first channel and wait for it
     unsigned char* const input = shared + channel_offset<Tile>(channel);
     const uint32_t* const filter = table + channel * Tile::kKernel * Tile::kPairs;
     UnitSums<Tile> sums;
     convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
     if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, filter);
+    if (Tile::kNarrow && i == 0) sync_warps<kAffineReady>((Tile::kWarps + 1) * 32);
     finish<Tile>(sums, affine[channel].scale, affine[channel].shift, a.act);
     __syncwarp();  // no lane reads x of this channel any more
     stage_results<Tile>(sums, input, g);
   }
   __syncthreads();
 
+  if constexpr (!Tile::kNarrow) writer.prepare();
   if (a.residual != nullptr) {
-    store_output<Tile, true>(a, g, at, shared);
+    writer.template write<true>();
   } else {
-    store_output<Tile, false>(a, g, at, shared);
+    writer.template write<false>();
   }
 }
 
