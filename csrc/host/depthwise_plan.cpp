@@ -7,29 +7,37 @@
 namespace yolo12_fastconv {
 namespace {
 
-// Blocks that a multiprocessor holds: by registers for wide tiles, by threads and registers for narrow ones.
-int resident_blocks(const DepthwisePlan& p) { return p.channels == 32 ? 2 : 3; }
-
 int64_t block_count(const ConvShape& s, const DepthwisePlan& p) {
-  return int64_t(s.batch) * ceil_div(s.out_h, p.unit_rows * p.rows) * ceil_div(s.out_w, p.unit_cols * kDepthwiseUnitCols) *
-         ceil_div(s.out_channels, p.channels);
+  return int64_t(s.batch) * ceil_div(s.out_h, p.unit_rows * p.rows) *
+         ceil_div(s.out_w, p.unit_cols * kDepthwiseUnitCols) * ceil_div(s.out_channels, p.channels);
 }
 
-// Cycles of the busiest multiprocessor, of an H200.
-//   work: what a block takes of its ports, no matter how many run beside it. L1: a look-up per pixel of x and y (64 bytes
-//     or less), x and y through shared memory at 128 bytes a cycle, ldmatrix. Products at half the rate of wgmma.
-//   chain: what a block waits. 1000 for memory, barriers and set-up, and 350 for the products of a warp's channel.
-// 32-channel blocks of 7x7 at 40x40, batch 32: 6 per multiprocessor, estimated at 55 500, measured 70 000.
+// Cycles of the busiest multiprocessor, of an H200, from the end of the kernel before on.
+//   chain: what a block takes by itself: 700 for each wait for x, and a warp's instructions one after the other, 4 each.
+//   work: what it takes from the blocks beside it: issue slots, or ports, whichever is more. Ports: a look-up in L1 per
+//     pixel of x and y (64 bytes or less), x and y through shared memory at 128 bytes a cycle, ldmatrix, and products at
+//     half the rate of wgmma.
+// Of blocks of 32 channels, against what was measured less 2.1 us for any launch: 7x7 C=384 40x40, batch 32, 5 x 3 units of 7
+// rows: 70 000, 70 000; 3x3 C=80 80x80, batch 1, 5 x 1 of 4: 6350, 6300; C=256, 5 x 3 of 4: 8350, 8800.
 double cycles(const ConvShape& s, const DepthwisePlan& p) {
-  const double kernel = s.kernel_h;
-  const double in_pixels = (p.unit_rows * p.rows + kernel - 1) * (p.unit_cols + 1) * kDepthwiseUnitCols;
-  const double out_pixels = p.unit_rows * p.rows * p.unit_cols * kDepthwiseUnitCols;
-  const double channels = double(s.out_channels) / ceil_div(s.out_channels, p.channels);
-  const double multiply = 4 * (p.rows + kernel - 1) + 2 * p.rows * kernel;
-  const double work = in_pixels * (1 + channels / 64) + out_pixels * (1 + channels / 32) + channels * multiply;
-  const double chain = 1000 + 350 * (p.channels == 8 ? 1 : 2);
+  const bool narrow = p.channels < 32;
+  const int kernel = s.kernel_h, warps = narrow ? 8 : 16, resident = p.channels == 8 ? 3 : 2;
+  const int in_rows = p.rows + kernel - 1;  // of a unit
+  const int in_pixels = (p.unit_rows * p.rows + kernel - 1) * (p.unit_cols + 1) * kDepthwiseUnitCols;
+  const int out_pixels = p.unit_rows * p.rows * p.unit_cols * kDepthwiseUnitCols;
+  const int loads = ceil_div(in_pixels / 2 * (p.channels / 8), warps * 32),
+            stores = ceil_div(out_pixels * p.channels / 16, warps * 32);
+  const int rounds = ceil_div(loads, depthwise_pairs_in_flight({p.channels, p.rows}, kernel));
+  const double channel = 2 * kernel + 3 * in_rows + p.rows * kernel + 18 * p.rows + 40;
   const int64_t blocks = ceil_div<int64_t>(block_count(s, p), kMultiprocessors);
-  return double(blocks) * work + double(ceil_div<int64_t>(blocks, resident_blocks(p))) * chain;
+  // Narrow blocks are set up while the kernel before still runs, if they find room beside its blocks.
+  const int set_up = narrow && 2 * blocks <= resident ? 60 : narrow ? 300 : 210;
+  const double instructions = set_up + loads * (narrow ? 25 : 55) + p.channels / warps * channel + stores * 45;
+  const double channels = double(s.out_channels) / ceil_div(s.out_channels, p.channels);
+  const double ports = in_pixels * (1 + channels / 64) + out_pixels * (1 + channels / 32) +
+                       channels * (4 * in_rows + 2 * p.rows * kernel);
+  const double chain = 700 * rounds + 4 * instructions, work = std::max(instructions * warps / 4, ports);
+  return double(ceil_div<int64_t>(blocks, resident)) * chain + double(blocks) * work;
 }
 
 }  // namespace

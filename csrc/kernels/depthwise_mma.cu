@@ -64,8 +64,7 @@ struct MmaTile {
   static constexpr int kGroupSkewBytes = 128 / kGroups;
   static constexpr int kInputBytes = kChannels * kChannelBytes + kGroups * kGroupSkewBytes;
 
-  // Pairs of pixels that a thread has on their way: all that it loads of 5 x 3 units, or half in wide blocks.
-  static constexpr int kInFlight = ceil_div((3 * kRows + kKernel - 1) * 24, (kNarrow ? 1 : 2) * kLoadStep);
+  static constexpr int kInFlight = depthwise_pairs_in_flight({kChannels, kRows}, kKernel);
 
   // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
   static constexpr int kPairs = kKernel + 2;
@@ -581,7 +580,7 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
     wait_for_earlier_kernels();
   }
 
-  if (warp < Tile::kWarps) {
+  if (__builtin_expect(warp < Tile::kWarps, true)) {
     loader.issue();
     if constexpr (!Tile::kNarrow) {  // while x is on its way
       taps.issue(a);
@@ -638,7 +637,8 @@ template <class T, int kKernel, int kChannels, int kRows>
 void launch(const ConvArgs& a, const DepthwisePlan& plan, cudaStream_t stream) {
   using Tile = MmaTile<T, kKernel, kChannels, kRows>;
   const ConvShape& s = a.shape;
-  const int tiles_w = ceil_div(s.out_w, plan.unit_cols * kUnitCols), tiles_h = ceil_div(s.out_h, plan.unit_rows * kRows);
+  const int tiles_w = ceil_div(s.out_w, plan.unit_cols * kUnitCols),
+            tiles_h = ceil_div(s.out_h, plan.unit_rows * kRows);
   const int chunks = ceil_div(s.out_channels, kChannels);
   Tiling g;
   g.unit_cols = plan.unit_cols;
