@@ -37,11 +37,13 @@ constexpr int depthwise_capacity(int rows, int kernel) {
   return (3 * rows + kernel - 1) * 6 + (rows > 4 ? 16 : rows > 2 ? 20 : 36);
 }
 
-// Pairs of pixels that a thread has on their way: all that it loads of 5 x 3 units by 8 warps, or half of it by 16, which have
-// no registers for more.
+// Warps that load, compute and write: one per channel, or two.
+constexpr int depthwise_warps(int channels) { return channels == 8 ? 8 : 16; }
+// Pairs of pixels that a thread has on their way: all that it loads of 5 x 3 units, or half of it where 32 channels leave no
+// registers for more.
 constexpr int depthwise_pairs_in_flight(const DepthwiseTile& t, int kernel) {
-  const int pairs = (3 * t.rows + kernel - 1) * 24 * (t.channels / 8);
-  return t.channels < 32 ? ceil_div(pairs, 256) : ceil_div(pairs, 2 * 512);
+  const int pairs = (3 * t.rows + kernel - 1) * 24 * (t.channels / 8), threads = 32 * depthwise_warps(t.channels);
+  return ceil_div(pairs, (t.channels == 32 ? 2 : 1) * threads);
 }
 
 // The plan with the lowest estimate, for a stride-1 convolution of one filter per channel, 3x3, 5x5 or 7x7.

@@ -21,7 +21,7 @@ int64_t block_count(const ConvShape& s, const DepthwisePlan& p) {
 // rows: 70 000, 70 000; 3x3 C=80 80x80, batch 1, 5 x 1 of 4: 6350, 6300; C=256, 5 x 3 of 4: 8350, 8800.
 double cycles(const ConvShape& s, const DepthwisePlan& p) {
   const bool narrow = p.channels < 32;
-  const int kernel = s.kernel_h, warps = narrow ? 8 : 16, resident = p.channels == 8 ? 3 : 2;
+  const int kernel = s.kernel_h, warps = depthwise_warps(p.channels), resident = p.channels == 8 ? 3 : 2;
   const int in_rows = p.rows + kernel - 1;  // of a unit
   const int in_pixels = (p.unit_rows * p.rows + kernel - 1) * (p.unit_cols + 1) * kDepthwiseUnitCols;
   const int out_pixels = p.unit_rows * p.rows * p.unit_cols * kDepthwiseUnitCols;

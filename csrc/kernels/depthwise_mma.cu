@@ -12,15 +12,19 @@
 // of sums. With rows of outputs along A instead, each product would need its own A: 4 cycles of shared memory apiece,
 // 28 per 128 outputs of a 7x7, which alone is the time that their bytes take in memory. Here it is 7.4.
 //
-// Steps of a block (32 channels, 16 units, 16 warps):
+// Steps of a block (16 units, or fewer; 32, 16 or 8 channels):
 //   1. x to shared memory as [channel][row][column]: two pixels of 8 channels in registers, paired by 8 PRMTs;
-//   2. each warp, for each of its two channels: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4,
-//      kRows * kKernel products; scale, shift and activation, rounded, and over the channel's x, which no other warp
-//      reads: output (row, column) of the tile where x had (row, column);
-//   3. back to pixels as in step 1, and 64 bytes of a pixel at a time to y.
-// Two blocks per multiprocessor hide each other's loads. Pixels of 32 channels, since memory is read in 64 bytes and
-// 32 at a time would have L1 look up twice as many lines. No access to shared memory has bank conflicts but for those
-// of steps 1 and 3 across a segment's end (see Tiling).
+//   2. a warp, for a channel: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4, kRows * kKernel products;
+//      scale, shift and activation, rounded, and over the channel's x, which no other warp reads: output (row, column) of
+//      the tile where x had (row, column);
+//   3. back to pixels as in step 1, and the channels of a pixel at a time to y.
+// Blocks of 32 channels for large grids: two per multiprocessor hide each other's loads, and memory is read 64 bytes at a
+// time, for which L1 looks up half as many lines as for 32. Narrow ones, of 16 and 8, for grids that would leave
+// multiprocessors idle: there the time is that of one block's steps one after the other, so they have little to do, a warp
+// per channel, all loads at once, and all addresses computed while the kernel before still runs. The host weighs them
+// (device/depthwise_plan.h).
+// No access to shared memory has bank conflicts but for those of steps 1 and 3 across a segment's end (see
+// depthwise_segment_pad).
 //
 // Zeros of B meet inputs that an output does not depend on, and zero times an infinite or NaN input is NaN: sums that
 // came out NaN are added up again, from the inputs under the filter only (repair).
@@ -49,9 +53,9 @@ struct MmaTile {
   // takes 100 to 300 instructions, by which a warp's x would be late. In wide blocks many warps share the time, and
   // registers are dearer: 16 warps of 64 fill half a multiprocessor.
   static constexpr bool kNarrow = kChannels < 32;
-  static constexpr int kWarps = kNarrow ? 8 : 16, kHelpers = kNarrow ? 2 : 0, kThreads = (kWarps + kHelpers) * 32;
+  static constexpr int kWarps = depthwise_warps(kChannels), kHelpers = kNarrow ? 2 : 0,
+                       kThreads = (kWarps + kHelpers) * 32;
   static constexpr int kTapWarp = kWarps, kAffineWarp = kWarps + kHelpers - 1;  // wide: taps by all but the last
-  static constexpr int kResident = kChannels == 8 ? 3 : 2;  // blocks per multiprocessor
   static constexpr int kWarpChannels = kChannels / kWarps;
 
   static constexpr int kGroups = kChannels / 8;  // a thread loads and stores 8 channels of a pixel
@@ -70,11 +74,20 @@ struct MmaTile {
   static constexpr int kPairs = kKernel + 2;
   static constexpr int kTapRows = kChannels * kKernel;
   static constexpr int kTapPasses = kNarrow ? ceil_div(kTapRows, 32) : 1;  // by the last warp, or by all but it
+  static_assert(!kNarrow || kWarpChannels == 1, "kAffineReady");
   static_assert(kNarrow || kTapRows <= kThreads - 32, "the last warp has the affine parameters");
 
   static constexpr int kTapsOffset = kInputBytes;
   static constexpr int kAffineOffset = kTapsOffset + kTapRows * kPairs * 4;
   static constexpr int kSharedBytes = kAffineOffset + kChannels * 2 * 4;
+
+  // Blocks per multiprocessor that registers are counted for. Where it has less shared memory than on 9.0 and 10.0, one block
+  // of 7x7 fills it; and 16 channels with 56 registers, which suffice on 9.0, would spill 16 bytes on 8.6.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+  static constexpr int kResident = kChannels == 8 ? 3 : kNarrow || kSharedBytes > 82 * 1024 ? 1 : 2;
+#else
+  static constexpr int kResident = kChannels == 8 ? 3 : 2;
+#endif
   static_assert(kKernel % 2 == 1 && kUnitCols + kKernel - 1 <= 16, "B has 16 rows");
   static_assert(kChannels % kWarps == 0 && kChannels <= 32, "a lane of a warp folds each");
   static_assert(kSharedBytes <= 99 * 1024, "a block of 8.6 and 8.9 has no more");
@@ -606,19 +619,19 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
   } else if (warp <= Tile::kTapWarp) {
     sync_warps<kInputReady>((Tile::kWarps + 1) * 32);
   } else {
-    arrive_at<kAffineReady>((Tile::kWarps + 1) * 32);
+    arrive_at<kAffineReady>((at.channels + 1) * 32);  // a warp for each channel waits for it
   }
 
 #pragma unroll 1
   for (int i = 0; i < Tile::kWarpChannels; ++i) {
     const int channel = warp + i * Tile::kWarps;
-    if (warp >= Tile::kWarps || channel >= at.channels) break;  // the same warps have a first channel and wait for it
+    if (warp >= Tile::kWarps || channel >= at.channels) break;
     unsigned char* const input = shared + channel_offset<Tile>(channel);
     const uint32_t* const filter = table + channel * Tile::kKernel * Tile::kPairs;
     UnitSums<Tile> sums;
     convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
     if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, filter);
-    if (Tile::kNarrow && i == 0) sync_warps<kAffineReady>((Tile::kWarps + 1) * 32);
+    if constexpr (Tile::kNarrow) sync_warps<kAffineReady>((at.channels + 1) * 32);
     finish<Tile>(sums, affine[channel].scale, affine[channel].shift, a.act);
     __syncwarp();  // no lane reads x of this channel any more
     stage_results<Tile>(sums, input, g);
