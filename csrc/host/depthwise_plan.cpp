@@ -18,7 +18,7 @@ int64_t block_count(const ConvShape& s, const DepthwisePlan& p) {
 //     pixel of x and y (64 bytes or less), x and y through shared memory at 128 bytes a cycle, ldmatrix, and products at
 //     half the rate of wgmma.
 // Of blocks of 32 channels, against what was measured less 2.1 us for any launch: 7x7 C=384 40x40, batch 32, 5 x 3 units of 7
-// rows: 70 000, 70 000; 3x3 C=80 80x80, batch 1, 5 x 1 of 4: 6350, 6300; C=256, 5 x 3 of 4: 8350, 8800.
+// rows: 69 800, 66 500; 3x3 C=80 80x80, batch 1, 5 x 1 of 4: 6000, 6300; C=256, 5 x 3 of 4: 7950, 8800.
 double cycles(const ConvShape& s, const DepthwisePlan& p) {
   const bool narrow = p.channels < 32;
   const int kernel = s.kernel_h, warps = depthwise_warps(p.channels), resident = p.channels == 8 ? 3 : 2;

@@ -73,7 +73,8 @@ struct MmaTile {
   // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
   static constexpr int kPairs = kKernel + 2;
   static constexpr int kTapRows = kChannels * kKernel;
-  static constexpr int kTapPasses = kNarrow ? ceil_div(kTapRows, 32) : 1;  // by the last warp, or by all but it
+  static constexpr int kTapPasses =
+      kNarrow ? ceil_div(kTapRows, 32) : 1;  // by kTapWarp, or in wide blocks by all but the last
   static_assert(!kNarrow || kWarpChannels == 1, "kAffineReady");
   static_assert(kNarrow || kTapRows <= kThreads - 32, "the last warp has the affine parameters");
 
