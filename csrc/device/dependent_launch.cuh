@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 
 #include "launch.cuh"
 
@@ -19,6 +20,21 @@ namespace yolo12_fastconv {
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same, but not before `prepared` is known, which depends on what should be computed by then. Otherwise ptxas puts the
+// wait first, since it needs no register, and computes addresses while memory could already be read.
+__device__ __forceinline__ void wait_for_earlier_kernels([[maybe_unused]] uint32_t prepared) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p griddepcontrol.wait;\n"
+      "@!p griddepcontrol.wait;\n"
+      "}\n" ::"r"(prepared)
+      : "memory");
 #endif
 }
 

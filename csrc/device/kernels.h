@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "args.h"
+#include "depthwise_plan.h"
 #include "sm90_plan.h"
 #include "tile_menu.h"
 
@@ -18,7 +19,7 @@ void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan,
 void depthwise(const ConvArgs& args, DType dtype, cudaStream_t stream);
 // The same with stride 1 on tensor cores, in half and bfloat16; channels in eights, all pixels aligned to 16 bytes.
 // kernels/depthwise_mma.cu
-void depthwise_mma(const ConvArgs& args, DType dtype, cudaStream_t stream);
+void depthwise_mma(const ConvArgs& args, DType dtype, const DepthwisePlan& plan, cudaStream_t stream);
 // 3x3 over at most 4 channels, stride 1 or 2, any strides; x in the compute dtype or float, weight in any; half and
 // bfloat16. kernels/stem.cu
 void stem(const ConvArgs& args, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "args.h"
+#include "depthwise_plan.h"
 #include "sm90_plan.h"
 
 namespace yolo12_fastconv {
@@ -41,6 +42,7 @@ struct KernelChoice {
   Family family;
   GemmTile tile;           // kImplicitGemm only
   Sm90Plan sm90;           // kImplicitGemmSm90 only
+  DepthwisePlan depthwise = {};  // kDepthwiseMma only
 };
 
 // The first of kernel_candidates(), or the one that YOLO12_FASTCONV_KERNEL names.

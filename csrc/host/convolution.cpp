@@ -208,7 +208,7 @@ void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice) const
   args.weight = weight.const_data_ptr();
   args.weight_strides = strides_of(weight);
   if (choice.family == Family::kDepthwiseMma && has_aligned_rows(x, dtype_) && has_aligned_residual(args, dtype_)) {
-    depthwise_mma(args, dtype_, stream_);
+    depthwise_mma(args, dtype_, choice.depthwise, stream_);
   } else {
     depthwise(args, dtype_, stream_);
   }

@@ -113,7 +113,8 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   if (is_depthwise(s)) {
     const bool mma =
         half && query.capability >= kFirstTensorCoreCapability && s.stride_h == 1 && s.out_channels % 8 == 0;
-    return {{mma ? Family::kDepthwiseMma : Family::kDepthwise, {}, {}}};
+    if (mma) return {{Family::kDepthwiseMma, {}, {}, plan_depthwise(s)}};
+    return {{Family::kDepthwise, {}, {}}};
   }
   // One kernel for both targets: it has nothing to win from wgmma.
   if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {{Family::kStem, {}, {}}};

@@ -12,21 +12,26 @@
 // of sums. With rows of outputs along A instead, each product would need its own A: 4 cycles of shared memory apiece,
 // 28 per 128 outputs of a 7x7, which alone is the time that their bytes take in memory. Here it is 7.4.
 //
-// Steps of a block (32 channels, 16 units, 16 warps):
+// Steps of a block (16 units, or fewer; 32, 16 or 8 channels):
 //   1. x to shared memory as [channel][row][column]: two pixels of 8 channels in registers, paired by 8 PRMTs;
-//   2. each warp, for each of its two channels: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4,
-//      kRows * kKernel products; scale, shift and activation, rounded, and over the channel's x, which no other warp
-//      reads: output (row, column) of the tile where x had (row, column);
-//   3. back to pixels as in step 1, and 64 bytes of a pixel at a time to y.
-// Two blocks per multiprocessor hide each other's loads. Pixels of 32 channels, since memory is read in 64 bytes and
-// 32 at a time would have L1 look up twice as many lines. No access to shared memory has bank conflicts but for those
-// of steps 1 and 3 across a segment's end (see Tiling).
+//   2. a warp, for a channel: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4, kRows * kKernel products;
+//      scale, shift and activation, rounded, and over the channel's x, which no other warp reads: output (row, column) of
+//      the tile where x had (row, column);
+//   3. back to pixels as in step 1, and the channels of a pixel at a time to y.
+// Blocks of 32 channels for large grids: two per multiprocessor hide each other's loads, and memory is read 64 bytes at a
+// time, for which L1 looks up half as many lines as for 32. Narrow ones, of 16 and 8, for grids that would leave
+// multiprocessors idle: there the time is that of one block's steps one after the other, so they have little to do, a warp
+// per channel, all loads at once, and all addresses computed while the kernel before still runs. The host weighs them
+// (device/depthwise_plan.h).
+// No access to shared memory has bank conflicts but for those of steps 1 and 3 across a segment's end (see
+// depthwise_segment_pad).
 //
 // Zeros of B meet inputs that an output does not depend on, and zero times an infinite or NaN input is NaN: sums that
 // came out NaN are added up again, from the inputs under the filter only (repair).
-#include <algorithm>
+#include <iterator>
 
 #include "device/dependent_launch.cuh"
+#include "device/depthwise_plan.h"
 #include "device/fast_divide.h"
 #include "device/kernels.h"
 #include "device/lanes.cuh"
@@ -37,46 +42,62 @@
 namespace yolo12_fastconv {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kResident = 2;  // blocks per multiprocessor
-constexpr int kWarpChannels = 2, kChannels = kWarpChannels * kWarps;  // <= 32: a lane of a warp folds each
-constexpr int kGroups = kChannels / 8;  // a thread loads and stores 8 channels of a pixel
-constexpr int kPairStep = kThreads / kGroups;  // pairs of pixels that all threads load or store at once
-constexpr int kUnits = 16, kUnitCols = 8;
+constexpr int kUnitCols = kDepthwiseUnitCols;
 
-template <class T, int kKernelSize, int kUnitRows>
+template <class T, int kKernelSize, int kTileChannels, int kUnitRows>
 struct MmaTile {
   using Element = T;
-  static constexpr int kKernel = kKernelSize, kRows = kUnitRows;
+  static constexpr int kKernel = kKernelSize, kRows = kUnitRows, kChannels = kTileChannels;
 
-  // x in shared memory, in chunks of 16 bytes: room for 5 x 3 and 4 x 4 units, and for 3 x 5 of 4 rows.
-  static constexpr int kChannelChunks = (3 * kRows + kKernel - 1) * 6 + (kRows > 4 ? 16 : 20);
+  // Narrow blocks, which are there to be short, have a warp more for the taps and one for scale and shift: fetching these
+  // takes 100 to 300 instructions, by which a warp's x would be late. In wide blocks many warps share the time, and
+  // registers are dearer: 16 warps of 64 fill half a multiprocessor.
+  static constexpr bool kNarrow = kChannels < 32;
+  static constexpr int kWarps = depthwise_warps(kChannels), kHelpers = kNarrow ? 2 : 0,
+                       kThreads = (kWarps + kHelpers) * 32;
+  static constexpr int kTapWarp = kWarps, kAffineWarp = kWarps + kHelpers - 1;  // wide: taps by all but the last
+  static constexpr int kWarpChannels = kChannels / kWarps;
+
+  static constexpr int kGroups = kChannels / 8;  // a thread loads and stores 8 channels of a pixel
+  static constexpr int kLoadStep = kWarps * 32 / kGroups;  // pairs of pixels that all threads load at once
+  static constexpr int kStoreStep = kThreads / kGroups;
+
+  static constexpr int kChannelChunks = depthwise_capacity(kRows, kKernel);
   static constexpr int kChannelBytes = kChannelChunks * 16;
   // Spreads the groups of channels, which a warp accesses at a time, over the banks.
   static constexpr int kGroupSkewBytes = 128 / kGroups;
   static constexpr int kInputBytes = kChannels * kChannelBytes + kGroups * kGroupSkewBytes;
 
-  // Pairs of pixels that a thread has on their way: half of what it loads of 5 x 3 units.
-  static constexpr int kInFlight = ceil_div((3 * kRows + kKernel - 1) * 24, 2 * kPairStep);
+  static constexpr int kInFlight = depthwise_pairs_in_flight({kChannels, kRows}, kKernel);
 
   // Pairs of taps (w[s - 1], w[s]) for s = 0..kKernel, then a pair of zeros; per channel and filter row.
   static constexpr int kPairs = kKernel + 2;
-  static constexpr int kTapWords = kChannels * kKernel * kPairs;
+  static constexpr int kTapRows = kChannels * kKernel;
+  static constexpr int kTapPasses =
+      kNarrow ? ceil_div(kTapRows, 32) : 1;  // by kTapWarp, or in wide blocks by all but the last
+  static_assert(!kNarrow || kWarpChannels == 1, "kAffineReady");
+  static_assert(kNarrow || kTapRows <= kThreads - 32, "the last warp has the affine parameters");
 
   static constexpr int kTapsOffset = kInputBytes;
-  static constexpr int kAffineOffset = kTapsOffset + kTapWords * 4;
+  static constexpr int kAffineOffset = kTapsOffset + kTapRows * kPairs * 4;
   static constexpr int kSharedBytes = kAffineOffset + kChannels * 2 * 4;
+
+  // Blocks per multiprocessor that registers are counted for. Where it has less shared memory than on 9.0 and 10.0, one block
+  // of 7x7 fills it; and 16 channels with 56 registers, which suffice on 9.0, would spill 16 bytes on 8.6.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+  static constexpr int kResident = kChannels == 8 ? 3 : kNarrow || kSharedBytes > 82 * 1024 ? 1 : 2;
+#else
+  static constexpr int kResident = kChannels == 8 ? 3 : 2;
+#endif
   static_assert(kKernel % 2 == 1 && kUnitCols + kKernel - 1 <= 16, "B has 16 rows");
+  static_assert(kChannels % kWarps == 0 && kChannels <= 32, "a lane of a warp folds each");
   static_assert(kSharedBytes <= 99 * 1024, "a block of 8.6 and 8.9 has no more");
 };
 
 // How the work is cut into blocks; block index = ((n * tiles_h + tile_h) * tiles_w + tile_w) * chunks + chunk.
-// A row of x in shared memory is unit_cols + 1 chunks of 16 bytes, and every kRows rows `segment_pad` chunks are left
-// out, which makes unit m's rows begin at bank 4 m + constant: ldmatrix then reads any 8 neighbouring units at once.
 struct Tiling {
   int unit_cols, unit_rows;  // units of a block
-  int segment_pad;
-  int tiles_w, tiles_h, chunks;
+  int segment_pad;  // see depthwise_segment_pad()
   FastDivide by_unit_cols, by_tiles_w, by_tiles_h, by_chunks;
   FastDivide by_row_pairs;  // pairs of pixels of a row in shared memory
 };
@@ -86,42 +107,96 @@ struct BlockPosition {
   int channels;
 };
 
-__device__ __forceinline__ BlockPosition block_position(const ConvShape& s, const Tiling& g, int unit_rows) {
+template <class Tile>
+__device__ __forceinline__ BlockPosition block_position(const ConvShape& s, const Tiling& g) {
   BlockPosition at;
   int block = blockIdx.x;
   g.by_chunks.divide(block, block, at.channel);
   g.by_tiles_w.divide(block, block, at.column);
   g.by_tiles_h.divide(block, at.n, at.row);
-  at.channel *= kChannels;
+  at.channel *= Tile::kChannels;
   at.column *= g.unit_cols * kUnitCols;
-  at.row *= g.unit_rows * unit_rows;
-  at.channels = min(kChannels, s.out_channels - at.channel);
+  at.row *= g.unit_rows * Tile::kRows;
+  at.channels = min(Tile::kChannels, s.out_channels - at.channel);
   return at;
 }
 
-// The table of pairs of taps: a thread loads a filter row.
-template <class Tile>
-__device__ __forceinline__ void fill_taps(const ConvArgs& a, const BlockPosition& at, uint32_t* table) {
-  constexpr int kKernel = Tile::kKernel;
-  static_assert(kChannels * kKernel <= kThreads - 32, "the last warp has the affine parameters");
-  const int thread = threadIdx.x, channel = thread / kKernel;
-  if (channel >= at.channels) return;
-  const uint16_t* const from = static_cast<const uint16_t*>(a.weight) + (at.channel + channel) * a.weight_strides.n +
-                               thread % kKernel * a.weight_strides.h;
-  uint32_t taps[kKernel];
-#pragma unroll
-  for (int s = 0; s < kKernel; ++s) taps[s] = from[s * a.weight_strides.w];
-  uint32_t* const to = table + thread * Tile::kPairs;
-  to[0] = taps[0] << 16;
-#pragma unroll
-  for (int s = 1; s < kKernel; ++s) to[s] = taps[s - 1] | taps[s] << 16;
-  to[kKernel] = taps[kKernel - 1];
-  to[kKernel + 1] = 0;
+// Barriers of some of the warps; __syncthreads() is number 0. Whoever arrives does not wait.
+constexpr int kInputReady = 1, kAffineReady = 2;
+
+template <int kBarrier>
+__device__ __forceinline__ void sync_warps(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+template <int kBarrier>
+__device__ __forceinline__ void arrive_at(int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
 
-// Scale and shift of each channel. By the last warp, which has no taps to wait for.
+// What depends on all of an address, for wait_for_earlier_kernels().
+__device__ __forceinline__ uint32_t fold_address(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  return static_cast<uint32_t>(bits) ^ static_cast<uint32_t>(bits >> 32);
+}
+
+// The table of pairs of taps. A thread loads filter rows: one, or in narrow blocks all those of a lane at once.
+template <class Tile>
+class TapLoader {
+ public:
+  __device__ __forceinline__ TapLoader(const BlockPosition& at, uint32_t* table)
+      : table_(table), first_(Tile::kNarrow ? threadIdx.x % 32 : threadIdx.x), rows_(at.channels * Tile::kKernel) {}
+
+  __device__ __forceinline__ void prepare(const ConvArgs& a, const BlockPosition& at) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTapPasses; ++i) {
+      const int row = first_ + i * 32;
+      from_[i] = static_cast<const uint16_t*>(a.weight) + (at.channel + row / kKernel) * a.weight_strides.n +
+                 row % kKernel * a.weight_strides.h;
+    }
+  }
+
+  __device__ __forceinline__ uint32_t prepared() const {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < Tile::kTapPasses; ++i) all ^= fold_address(from_[i]);
+    return all;
+  }
+
+  __device__ __forceinline__ void issue(const ConvArgs& a) {
+#pragma unroll
+    for (int i = 0; i < Tile::kTapPasses; ++i) {
+      if (first_ + i * 32 >= rows_) continue;
+#pragma unroll
+      for (int s = 0; s < kKernel; ++s) taps_[i][s] = from_[i][s * a.weight_strides.w];
+    }
+  }
+
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int i = 0; i < Tile::kTapPasses; ++i) {
+      const int row = first_ + i * 32;
+      if (row >= rows_) continue;
+      uint32_t* const to = table_ + row * Tile::kPairs;
+      to[0] = uint32_t(taps_[i][0]) << 16;
+#pragma unroll
+      for (int s = 1; s < kKernel; ++s) to[s] = taps_[i][s - 1] | uint32_t(taps_[i][s]) << 16;
+      to[kKernel] = taps_[i][kKernel - 1];
+      to[kKernel + 1] = 0;
+    }
+  }
+
+ private:
+  static constexpr int kKernel = Tile::kKernel;
+  uint32_t* table_;
+  int first_, rows_;
+  const uint16_t* from_[Tile::kTapPasses];
+  uint16_t taps_[Tile::kTapPasses][kKernel];
+};
+
+// Scale and shift of each channel. By kAffineWarp.
+template <class Tile>
 __device__ __forceinline__ void fill_affine(const ConvArgs& a, const BlockPosition& at, ScaleShift<float>* affine) {
-  const int channel = static_cast<int>(threadIdx.x) - (kThreads - 32);
+  const int channel = static_cast<int>(threadIdx.x) - Tile::kAffineWarp * 32;
   if (channel < 0 || channel >= at.channels) return;
   affine[channel] = fold_for_epilogue(a.affine, at.channel + channel, a.shape.out_channels, a.act == Act::kSilu);
 }
@@ -167,9 +242,9 @@ class InputLoader {
   __device__ __forceinline__ InputLoader(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
                                          unsigned char* input)
       : args_(a), tiling_(g) {
-    const int thread = threadIdx.x, channel = thread % kGroups * 8;
+    const int thread = threadIdx.x, channel = thread % Tile::kGroups * 8;
     const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row) + Tile::kKernel - 1;
-    pair_ = thread / kGroups;
+    pair_ = thread / Tile::kGroups;
     pairs_ = channel < at.channels ? rows * static_cast<int>(g.by_row_pairs.divisor) : 0;
     image_ = static_cast<const T*>(a.x) + at.n * a.x_strides.n + at.channel + channel;
     first_h_ = at.row - a.shape.pad_h;
@@ -179,33 +254,47 @@ class InputLoader {
 
   __device__ __forceinline__ bool more() const { return pair_ < pairs_; }
 
-  __device__ __forceinline__ void issue() {
+  // Addresses of the next pairs: some 40 instructions each, which need no memory.
+  __device__ __forceinline__ void prepare() {
     const int columns = tiling_.unit_cols * kUnitCols + Tile::kKernel - 1;
+    valid_ = 0;
 #pragma unroll
-    for (int i = 0; i < Tile::kInFlight; ++i) {
+    for (int i = 0; i < Tile::kInFlight; ++i, pair_ += Tile::kLoadStep) {
       int row, column;
-      tiling_.by_row_pairs.divide(pair_ + i * kPairStep, row, column);
+      tiling_.by_row_pairs.divide(pair_, row, column);
       column *= 2;
       const int h = first_h_ + row, w = first_w_ + column;
-      const bool inside =
-          pair_ + i * kPairStep < pairs_ && static_cast<unsigned>(h) < static_cast<unsigned>(args_.shape.in_h);
-      const T* const from = image_ + h * args_.x_strides.h + w * args_.x_strides.w;
+      const bool inside = more() && static_cast<unsigned>(h) < static_cast<unsigned>(args_.shape.in_h);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const bool valid = inside && column + side < columns &&
                            static_cast<unsigned>(w + side) < static_cast<unsigned>(args_.shape.in_w);
-        pixels_[i][side] = load_if(valid, from + side * args_.x_strides.w);
+        valid_ |= static_cast<unsigned>(valid) << (2 * i + side);
       }
+      from_[i] = image_ + h * args_.x_strides.h + w * args_.x_strides.w;
+      to_[i] = more() ? pair_ * 4 + row / Tile::kRows * tiling_.segment_pad * 16 : -1;
     }
   }
 
-  // Stores what issue() loaded, and goes on to the next.
-  __device__ __forceinline__ void store() {
+  __device__ __forceinline__ uint32_t prepared() const {
+    uint32_t all = valid_;
 #pragma unroll
-    for (int i = 0; i < Tile::kInFlight; ++i, pair_ += kPairStep) {
-      if (pair_ >= pairs_) continue;
-      const int segment = tiling_.by_row_pairs.divide(pair_) / Tile::kRows;
-      store_pixel_pair<Tile>(input_ + pair_ * 4 + segment * tiling_.segment_pad * 16, pixels_[i][0], pixels_[i][1]);
+    for (int i = 0; i < Tile::kInFlight; ++i) all ^= fold_address(from_[i]) ^ static_cast<uint32_t>(to_[i]);
+    return all;
+  }
+
+  __device__ __forceinline__ void issue() {
+#pragma unroll
+    for (int i = 0; i < Tile::kInFlight; ++i) {
+      pixels_[i][0] = load_if((valid_ >> (2 * i) & 1) != 0, from_[i]);
+      pixels_[i][1] = load_if((valid_ >> (2 * i + 1) & 1) != 0, from_[i] + args_.x_strides.w);
+    }
+  }
+
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int i = 0; i < Tile::kInFlight; ++i) {
+      if (to_[i] >= 0) store_pixel_pair<Tile>(input_ + to_[i], pixels_[i][0], pixels_[i][1]);
     }
   }
 
@@ -215,7 +304,10 @@ class InputLoader {
   const T* image_;
   unsigned char* input_;
   int first_h_, first_w_;
-  int pair_, pairs_;
+  int pair_, pairs_;  // the next one
+  unsigned valid_;  // a bit per pixel
+  const T* from_[Tile::kInFlight];
+  int to_[Tile::kInFlight];  // bytes behind input_, or -1
   uint4 pixels_[Tile::kInFlight][2];
 };
 
@@ -232,17 +324,27 @@ __device__ __forceinline__ int unit_offset(const Tiling& g, int unit) {
   return unit_row * (Tile::kRows * row_bytes(g) + pad_bytes(g)) + unit_col * 16;
 }
 
+// The row that this lane names to ldmatrix: lanes 0-15 give columns 0-7 of a unit, 16-31 columns 8-15.
+template <class Tile>
+__device__ __forceinline__ int matrix_row(const Tiling& g) {
+  const int lane = threadIdx.x % 32;
+  return unit_offset<Tile>(g, lane % 16) + lane / 16 * 16;
+}
+
 // Zeros to the rows under the image that units reach into. What lay there before might be NaN: no output depends on it,
 // but sums would be repaired for it.
 template <class Tile>
 __device__ __forceinline__ void clear_rows_below(const ConvShape& s, const Tiling& g, const BlockPosition& at,
                                                  unsigned char* input) {
+  constexpr int kStep = Tile::kWarps * 32 / Tile::kChannels;
   const int all_rows = g.unit_rows * Tile::kRows, rows = s.out_h - at.row;
   const int chunks = g.unit_cols + 1, count = (all_rows - rows) * chunks;
-  const int channel = threadIdx.x % kChannels;
-  for (int i = threadIdx.x / kChannels; i < count; i += kThreads / kChannels) {
-    const int row = rows + Tile::kKernel - 1 + i / chunks;
-    const int chunk = row * chunks + row / Tile::kRows * g.segment_pad + i % chunks;
+  const int channel = threadIdx.x % Tile::kChannels;
+  for (int i = threadIdx.x / Tile::kChannels; i < count; i += kStep) {
+    int row, pair;
+    g.by_row_pairs.divide(i * 4, row, pair);  // a chunk is four pairs
+    row += rows + Tile::kKernel - 1;
+    const int chunk = row * chunks + row / Tile::kRows * g.segment_pad + pair / 4;
     *reinterpret_cast<uint4*>(input + channel_offset<Tile>(channel) + chunk * 16) = make_uint4(0, 0, 0, 0);
   }
 }
@@ -294,8 +396,7 @@ __device__ __forceinline__ bool any_nan(const UnitSums<Tile>& sums) {
   float all = 0.0f;
 #pragma unroll
   for (int p = 0; p < Tile::kRows; ++p) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) all += sums[p][e];
+    all += (sums[p][0] + sums[p][1]) + (sums[p][2] + sums[p][3]);
   }
   return __any_sync(0xffffffff, all != all);
 }
@@ -401,166 +502,197 @@ __device__ __forceinline__ void load_pixel_pair(uint4& left, uint4& right, const
 
 // The block's outputs to y, a pair of pixels and 8 channels at a time. As in stock, the activated value is rounded
 // before the residual is added.
-template <class Tile, bool kResidual>
-__device__ __forceinline__ void store_output(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
-                                             const unsigned char* output) {
+template <class Tile>
+class OutputWriter {
+ public:
   using T = typename Tile::Element;
-  const ConvShape& s = a.shape;
-  const int channel = static_cast<int>(threadIdx.x) % kGroups * 8;
-  if (channel >= at.channels) return;
-  const int rows = min(g.unit_rows * Tile::kRows, s.out_h - at.row);
-  const int columns = min(g.unit_cols * kUnitCols, s.out_w - at.column);
-  const int pairs = rows * static_cast<int>(g.by_row_pairs.divisor);
-  const int64_t first_pixel = (int64_t(at.n) * s.out_h + at.row) * s.out_w + at.column;
-  T* const y = static_cast<T*>(a.y) + first_pixel * s.out_channels + at.channel + channel;
-  const T* const residual = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n +
-                            at.row * a.residual_strides.h + at.column * a.residual_strides.w + at.channel + channel;
-  output += channel_offset<Tile>(channel);
-#pragma unroll 2
-  for (int pair = static_cast<int>(threadIdx.x) / kGroups; pair < pairs; pair += kPairStep) {
-    int row, column;
-    g.by_row_pairs.divide(pair, row, column);
-    column *= 2;
-    const bool valid[2] = {column < columns, column + 1 < columns};
-    uint4 added[2];
-    if constexpr (kResidual) {
-      const T* const from = residual + row * a.residual_strides.h + column * a.residual_strides.w;
-      added[0] = load_if(valid[0], from);
-      added[1] = load_if(valid[1], from + a.residual_strides.w);
-    }
-    uint4 value[2];
-    load_pixel_pair<Tile>(value[0], value[1], output + pair * 4 + row / Tile::kRows * pad_bytes(g));
-    T* const to = y + (int64_t(row) * s.out_w + column) * s.out_channels;
+
+  __device__ __forceinline__ OutputWriter(const ConvArgs& a, const Tiling& g, const BlockPosition& at,
+                                          const unsigned char* output)
+      : args_(a), tiling_(g) {
+    const int thread = threadIdx.x, channel = thread % Tile::kGroups * 8;
+    const int rows = min(g.unit_rows * Tile::kRows, a.shape.out_h - at.row);
+    columns_ = min(g.unit_cols * kUnitCols, a.shape.out_w - at.column);
+    pair_ = thread / Tile::kGroups;
+    pairs_ = channel < at.channels ? rows * static_cast<int>(g.by_row_pairs.divisor) : 0;
+    const int64_t first_pixel = (int64_t(at.n) * a.shape.out_h + at.row) * a.shape.out_w + at.column;
+    y_ = static_cast<T*>(a.y) + first_pixel * a.shape.out_channels + at.channel + channel;
+    residual_ = static_cast<const T*>(a.residual) + at.n * a.residual_strides.n + at.row * a.residual_strides.h +
+                at.column * a.residual_strides.w + at.channel + channel;
+    output_ = output + channel_offset<Tile>(channel);
+  }
+
+  // Where the next pair is.
+  __device__ __forceinline__ void prepare() {
+    tiling_.by_row_pairs.divide(pair_, row_, column_);
+    column_ *= 2;
+    from_ = output_ + pair_ * 4 + row_ / Tile::kRows * pad_bytes(tiling_);
+    to_ = y_ + (int64_t(row_) * args_.shape.out_w + column_) * args_.shape.out_channels;
+  }
+
+  __device__ __forceinline__ uint32_t prepared() const {
+    return fold_address(to_) ^ fold_address(from_) ^ static_cast<uint32_t>(column_);
+  }
+
+  // All pairs, from the prepared one on.
+  template <bool kResidual>
+  __device__ __forceinline__ void write() {
+#pragma unroll 1
+    while (pair_ < pairs_) {
+      const bool valid[2] = {column_ < columns_, column_ + 1 < columns_};
+      uint4 added[2];
+      if constexpr (kResidual) {
+        const T* const from = residual_ + row_ * args_.residual_strides.h + column_ * args_.residual_strides.w;
+        added[0] = load_if(valid[0], from);
+        added[1] = load_if(valid[1], from + args_.residual_strides.w);
+      }
+      uint4 value[2];
+      load_pixel_pair<Tile>(value[0], value[1], from_);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      if constexpr (kResidual) value[side] = add_rounded<T>(value[side], added[side]);
-      if (valid[side]) *reinterpret_cast<uint4*>(to + side * s.out_channels) = value[side];
+      for (int side = 0; side < 2; ++side) {
+        if constexpr (kResidual) value[side] = add_rounded<T>(value[side], added[side]);
+        if (valid[side]) *reinterpret_cast<uint4*>(to_ + side * args_.shape.out_channels) = value[side];
+      }
+      pair_ += Tile::kStoreStep;
+      prepare();
     }
   }
-}
+
+ private:
+  const ConvArgs& args_;
+  const Tiling& tiling_;
+  T* y_;
+  const T* residual_;
+  const unsigned char* output_;
+  int columns_, pair_, pairs_;
+  int row_, column_;
+  const unsigned char* from_;
+  T* to_;
+};
 
 template <class Tile>
-__global__ __launch_bounds__(kThreads, kResident) void depthwise_mma_kernel(const ConvArgs a, const Tiling g) {
+__global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a,
+                                                                                        const Tiling g) {
   extern __shared__ __align__(16) unsigned char shared[];
-  uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
   auto* const affine = reinterpret_cast<ScaleShift<float>*>(shared + Tile::kAffineOffset);
-  const BlockPosition at = block_position(a.shape, g, Tile::kRows);
-  const int thread = threadIdx.x, warp = thread / 32;
+  uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
   let_later_kernels_start();
-  wait_for_earlier_kernels();
-
+  const BlockPosition at = block_position<Tile>(a.shape, g);
+  const int warp = threadIdx.x / 32;
+  TapLoader<Tile> taps(at, table);
   InputLoader<Tile> loader(a, g, at, shared);
-  loader.issue();
-  fill_taps<Tile>(a, at, table);  // while x is on its way
-  fill_affine(a, at, affine);
-  clear_rows_below<Tile>(a.shape, g, at, shared);
-  loader.store();
-  while (loader.more()) {
-    loader.issue();
-    loader.store();
+  OutputWriter<Tile> writer(a, g, at, shared);
+  int first_row = 0;
+  taps.prepare(a, at);
+  loader.prepare();
+  if constexpr (Tile::kNarrow) {
+    // All addresses behind the end of the kernel before. In wide blocks they would occupy registers that are needed.
+    first_row = matrix_row<Tile>(g);
+    writer.prepare();
+    wait_for_earlier_kernels(taps.prepared() ^ loader.prepared() ^ writer.prepared() ^ uint32_t(first_row));
+  } else {
+    wait_for_earlier_kernels();
   }
-  __syncthreads();
 
-  // Lanes 0-15 give ldmatrix columns 0-7 of a unit, 16-31 columns 8-15.
-  const int lane = thread % 32, first_row = unit_offset<Tile>(g, lane % 16) + lane / 16 * 16;
+  if (__builtin_expect(warp < Tile::kWarps, true)) {
+    loader.issue();
+    if constexpr (!Tile::kNarrow) {  // while x is on its way
+      taps.issue(a);
+      taps.store();
+      fill_affine<Tile>(a, at, affine);
+    }
+    clear_rows_below<Tile>(a.shape, g, at, shared);
+    loader.store();
+    while (loader.more()) {
+      loader.prepare();
+      loader.issue();
+      loader.store();
+    }
+  } else if (warp == Tile::kTapWarp) {
+    taps.issue(a);
+    taps.store();
+  } else {
+    fill_affine<Tile>(a, at, affine);
+  }
+  if constexpr (!Tile::kNarrow) {
+    __syncthreads();
+    first_row = matrix_row<Tile>(g);
+  } else if (warp <= Tile::kTapWarp) {
+    sync_warps<kInputReady>((Tile::kWarps + 1) * 32);
+  } else {
+    arrive_at<kAffineReady>((at.channels + 1) * 32);  // a warp for each channel waits for it
+  }
+
 #pragma unroll 1
-  for (int i = 0; i < kWarpChannels; ++i) {
-    const int channel = kWarpChannels * warp + i;
-    if (channel >= at.channels) break;
+  for (int i = 0; i < Tile::kWarpChannels; ++i) {
+    const int channel = warp + i * Tile::kWarps;
+    if (warp >= Tile::kWarps || channel >= at.channels) break;
     unsigned char* const input = shared + channel_offset<Tile>(channel);
-    const uint32_t* const taps = table + channel * Tile::kKernel * Tile::kPairs;
+    const uint32_t* const filter = table + channel * Tile::kKernel * Tile::kPairs;
     UnitSums<Tile> sums;
-    convolve<Tile>(sums, shared_address(input) + first_row, g, taps);
-    if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, taps);
+    convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
+    if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, filter);
+    if constexpr (Tile::kNarrow) sync_warps<kAffineReady>((at.channels + 1) * 32);
     finish<Tile>(sums, affine[channel].scale, affine[channel].shift, a.act);
     __syncwarp();  // no lane reads x of this channel any more
     stage_results<Tile>(sums, input, g);
   }
   __syncthreads();
 
+  if constexpr (!Tile::kNarrow) writer.prepare();
   if (a.residual != nullptr) {
-    store_output<Tile, true>(a, g, at, shared);
+    writer.template write<true>();
   } else {
-    store_output<Tile, false>(a, g, at, shared);
+    writer.template write<false>();
   }
 }
 
-// Cycles of a block, in the parts that grow with its tile: shared memory and L1 (x in, ldmatrix, y out) and products at
-// half the rate of wgmma. The 1000 stand for set-up and what waiting the other blocks do not hide.
-template <class Tile>
-int block_cost(const Tiling& g) {
-  const int in_pixels = (g.unit_rows * Tile::kRows + Tile::kKernel - 1) * (g.unit_cols + 1) * kUnitCols;
-  const int out_pixels = g.unit_rows * Tile::kRows * g.unit_cols * kUnitCols;
-  const int multiply = kChannels * (4 * (Tile::kRows + Tile::kKernel - 1) + 2 * Tile::kRows * Tile::kKernel);
-  return 1000 + (in_pixels * 3 / 4 + out_pixels) * kChannels / 16 + multiply;
-}
-
-int64_t block_count(const ConvShape& s, const Tiling& g) { return int64_t(s.batch) * g.tiles_h * g.tiles_w * g.chunks; }
-
-struct Candidate {
-  Tiling tiling;
-  int64_t cost;
-};
-
-// The cheapest arrangement of units. Few blocks cost as much as one per multiprocessor, so that small maps take the
-// smallest tiles that fit in one round.
-template <class Tile>
-Candidate cheapest(const ConvShape& s, int multiprocessors) {
-  Candidate best = {{}, INT64_MAX};
-  const int all_cols = ceil_div(s.out_w, kUnitCols), all_rows = ceil_div(s.out_h, Tile::kRows);
-  for (int unit_cols = 1; unit_cols <= std::min(5, all_cols); ++unit_cols) {
-    for (int unit_rows = std::min(kUnits / unit_cols, all_rows); unit_rows >= 1; unit_rows /= 2) {
-      Tiling g;
-      g.unit_cols = unit_cols;
-      g.unit_rows = unit_rows;
-      g.segment_pad = (unit_cols + 8 * Tile::kRows - Tile::kRows * (unit_cols + 1) % 8) % 8;
-      const int rows = unit_rows * Tile::kRows + Tile::kKernel - 1;
-      if (rows * (unit_cols + 1) + (rows - 1) / Tile::kRows * g.segment_pad > Tile::kChannelChunks) continue;
-      g.tiles_w = ceil_div(all_cols, unit_cols);
-      g.tiles_h = ceil_div(all_rows, unit_rows);
-      g.chunks = ceil_div(s.out_channels, kChannels);
-      const int64_t cost = ceil_div<int64_t>(block_count(s, g), multiprocessors) * block_cost<Tile>(g);
-      if (cost < best.cost) best = {g, cost};
-    }
-  }
-  Tiling& g = best.tiling;
+template <class T, int kKernel, int kChannels, int kRows>
+void launch(const ConvArgs& a, const DepthwisePlan& plan, cudaStream_t stream) {
+  using Tile = MmaTile<T, kKernel, kChannels, kRows>;
+  const ConvShape& s = a.shape;
+  const int tiles_w = ceil_div(s.out_w, plan.unit_cols * kUnitCols),
+            tiles_h = ceil_div(s.out_h, plan.unit_rows * kRows);
+  const int chunks = ceil_div(s.out_channels, kChannels);
+  Tiling g;
+  g.unit_cols = plan.unit_cols;
+  g.unit_rows = plan.unit_rows;
+  g.segment_pad = depthwise_segment_pad(plan);
   g.by_unit_cols = FastDivide(g.unit_cols);
-  g.by_tiles_w = FastDivide(g.tiles_w);
-  g.by_tiles_h = FastDivide(g.tiles_h);
-  g.by_chunks = FastDivide(g.chunks);
+  g.by_tiles_w = FastDivide(tiles_w);
+  g.by_tiles_h = FastDivide(tiles_h);
+  g.by_chunks = FastDivide(chunks);
   g.by_row_pairs = FastDivide((g.unit_cols + 1) * kUnitCols / 2);
-  return best;
-}
-
-template <class Tile>
-void launch(const ConvArgs& a, const Tiling& g, cudaStream_t stream) {
   allow_shared_bytes(depthwise_mma_kernel<Tile>, Tile::kSharedBytes);
-  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma", checked_grid(block_count(a.shape, g), "depthwise_mma"),
-                                               kThreads, Tile::kSharedBytes, stream, a, g);
+  const int64_t blocks = int64_t(s.batch) * tiles_h * tiles_w * chunks;
+  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma", checked_grid(blocks, "depthwise_mma"), Tile::kThreads,
+                                               Tile::kSharedBytes, stream, a, g);
 }
 
-// 7 rows: 2 x 21 are 40 and 1 x 21 are 20, but a map 20 wide has 3 columns of units, of which 5 rows of 4 fill 15 of 16.
-template <class T, int kKernel>
-void launch_kernel_size(const ConvArgs& a, cudaStream_t stream) {
-  using Tall = MmaTile<T, kKernel, 7>;
-  using Low = MmaTile<T, kKernel, 4>;
-  const int multiprocessors = multiprocessor_count();
-  const Candidate tall = cheapest<Tall>(a.shape, multiprocessors);
-  const Candidate low = cheapest<Low>(a.shape, multiprocessors);
-  if (tall.cost <= low.cost) return launch<Tall>(a, tall.tiling, stream);
-  launch<Low>(a, low.tiling, stream);
+// The kernel of the plan's tile, one of kDepthwiseTiles.
+template <class T, int kKernel, size_t kIndex = 0>
+void launch_planned(const ConvArgs& a, const DepthwisePlan& plan, cudaStream_t stream) {
+  if constexpr (kIndex < std::size(kDepthwiseTiles)) {
+    constexpr DepthwiseTile kTile = kDepthwiseTiles[kIndex];
+    if (plan.channels == kTile.channels && plan.rows == kTile.rows) {
+      return launch<T, kKernel, kTile.channels, kTile.rows>(a, plan, stream);
+    }
+    launch_planned<T, kKernel, kIndex + 1>(a, plan, stream);
+  } else {
+    fail("depthwise_mma: no kernel for blocks of ", plan.channels, " channels, units of ", plan.rows, " rows");
+  }
 }
 
 }  // namespace
 
-void depthwise_mma(const ConvArgs& a, DType dtype, cudaStream_t stream) {
+void depthwise_mma(const ConvArgs& a, DType dtype, const DepthwisePlan& plan, cudaStream_t stream) {
   const ConvShape& s = a.shape;
   const bool served = s.square_depthwise() && s.stride_h == 1 && s.out_channels % 8 == 0;
   with_half_type(dtype, "depthwise_mma", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (served && s.kernel_h == 3) return launch_kernel_size<T, 3>(a, stream);
-    if (served && s.kernel_h == 5) return launch_kernel_size<T, 5>(a, stream);
-    if (served && s.kernel_h == 7) return launch_kernel_size<T, 7>(a, stream);
+    if (served && s.kernel_h == 3) return launch_planned<T, 3>(a, plan, stream);
+    if (served && s.kernel_h == 5) return launch_planned<T, 5>(a, plan, stream);
+    if (served && s.kernel_h == 7) return launch_planned<T, 7>(a, plan, stream);
     fail("depthwise_mma: no kernel for ", s.kernel_h, "x", s.kernel_w, ", stride ", s.stride_h, "x", s.stride_w,
          ", dilation ", s.dilation_h, "x", s.dilation_w, ", groups ", s.groups, ", channels ", s.in_channels, " -> ",
          s.out_channels);

@@ -25,7 +25,6 @@
 // - 5 stages of a 32x32 tile in flight are 40 KB, more than the 500 cycles x 64 bytes that L2 can deliver meanwhile; a short
 //   reduction is in flight as a whole.
 // - The block is launched while the kernel before still runs (dependent_launch.cuh), with all index arithmetic done.
-#include <climits>
 #include <cstdint>
 #include <iterator>
 #include <utility>
@@ -469,9 +468,10 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   TileLoader<Config> loader(args, first_pixel, first_channel, pipeline);
   const int tiles = (args.chunks + Config::kChunks - 1) / Config::kChunks;
   static_assert(Config::kChannels <= Config::kThreads, "a thread folds one channel");
-  const int folds = static_cast<int>(threadIdx.x) < Config::kChannels ? first_channel + threadIdx.x : INT_MAX;
+  const int folded_channel = first_channel + static_cast<int>(threadIdx.x);
+  const int folded_channels = min(args.out_channels, first_channel + Config::kChannels);
   wait_for_earlier_kernels();
-  const ChannelBits bits = load_for_epilogue(args.affine, folds, args.out_channels);
+  const ChannelBits bits = load_for_epilogue(args.affine, folded_channel, folded_channels);
 #pragma unroll
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
     if (stage < tiles) {
@@ -483,7 +483,7 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   const bool silu = args.act == Act::kSilu;
   const bool halved = silu && sizeof(typename Config::T) == 2;  // see finish()
   if (threadIdx.x < Config::kChannels) {
-    affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folds, args.out_channels, halved);
+    affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, halved);
   }
 
   Accumulators<Config> sum = {};
