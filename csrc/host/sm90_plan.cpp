@@ -38,8 +38,7 @@ bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
   // What a worker fills in its life, and what the block streams: stages beyond them would never be filled.
   const int64_t rounds = ceil_div<int64_t>(ceil_div(sm90_tiles(s, p), sm90_columns(s, p)), p.workers);
   const int64_t tile_blocks = rounds * blocks_of(s, p);
-  const int most_pixels =
-      static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
+  const int most_pixels = static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
   const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * groups));
   // Two where a stage lasts for several products, and enough of them to cover a latency.
   const int least = std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);

@@ -49,7 +49,8 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     pixel_bytes = 64.0 * taps * row;
     pixel_stages = double(taps) * blocks;
   }
-  const double weight_bytes = double(p.channels) * taps * row, weight_stages = double(sm90_weight_groups(s, p)) * blocks;
+  const double weight_bytes = double(p.channels) * taps * row,
+               weight_stages = double(sm90_weight_groups(s, p)) * blocks;
   const int64_t tiles = sm90_tiles(s, p), columns = sm90_columns(s, p);
   const int64_t column_tiles = ceil_div<int64_t>(tiles, columns);
   const int64_t full_rounds = column_tiles / p.workers;

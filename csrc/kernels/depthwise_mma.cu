@@ -583,7 +583,7 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
   InputLoader<Tile> loader(a, g, at, shared);
   OutputWriter<Tile> writer(a, g, at, shared);
   int first_row = 0;
-  taps.prepare(a, at);
+  if constexpr (Tile::kNarrow) taps.prepare(a, at);
   loader.prepare();
   if constexpr (Tile::kNarrow) {
     // All addresses behind the end of the kernel before. In wide blocks they would occupy registers that are needed.
@@ -597,6 +597,7 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
   if (__builtin_expect(warp < Tile::kWarps, true)) {
     loader.issue();
     if constexpr (!Tile::kNarrow) {  // while x is on its way
+      taps.prepare(a, at);
       taps.issue(a);
       taps.store();
       fill_affine<Tile>(a, at, affine);

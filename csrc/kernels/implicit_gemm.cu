@@ -471,7 +471,10 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   const int folded_channel = first_channel + static_cast<int>(threadIdx.x);
   const int folded_channels = min(args.out_channels, first_channel + Config::kChannels);
   wait_for_earlier_kernels();
-  const ChannelBits bits = load_for_epilogue(args.affine, folded_channel, folded_channels);
+  ChannelBits bits;
+  // Not in float, where a tile of 64 x 16 would spill and layers are longer.
+  constexpr bool kLoadsEarly = sizeof(typename Config::T) == 2;
+  if constexpr (kLoadsEarly) bits = load_for_epilogue(args.affine, folded_channel, folded_channels);
 #pragma unroll
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
     if (stage < tiles) {
@@ -482,8 +485,14 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   }
   const bool silu = args.act == Act::kSilu;
   const bool halved = silu && sizeof(typename Config::T) == 2;  // see finish()
-  if (threadIdx.x < Config::kChannels) {
-    affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, halved);
+  if constexpr (kLoadsEarly) {
+    if (threadIdx.x < Config::kChannels) {
+      affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, halved);
+    }
+  } else {
+    for (int c = threadIdx.x; c < Config::kChannels; c += Config::kThreads) {
+      affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
+    }
   }
 
   Accumulators<Config> sum = {};

@@ -463,7 +463,7 @@ class Worker {
               multiply_group<kStreamed, kSteps, 4>(sum, pixels, group.first_tap, wait, emptied);
             } else {
               multiply_stage<kStreamed, kSteps>(sum, pixels, group, full ? kSteps : args_.last_block_steps, wait,
-                                                     emptied);
+                                                emptied);
             }
           } while (++g <= plane.last_group);
         }
@@ -514,8 +514,8 @@ class Worker {
 
   // The same in any other case: `steps` of kSteps times 16 channels, or as many taps as no kernel has been unrolled for.
   template <bool kStreamed, int kSteps>
-  __device__ __forceinline__ void multiply_stage(float (&sum)[kChannels / 2], uint32_t pixels,
-                                                      const TapGroup& group, int steps, bool wait, uint32_t emptied) {
+  __device__ __forceinline__ void multiply_stage(float (&sum)[kChannels / 2], uint32_t pixels, const TapGroup& group,
+                                                 int steps, bool wait, uint32_t emptied) {
     uint32_t weights = first_weights_ + weight_at_.stage * args_.weight_stage_step;
     if (kStreamed || wait) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
     int tap = 0;
@@ -780,7 +780,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
   };
   // `count` taps from (r, c) on; `channel`: of the first one.
   const auto add_group = [&](int channel, int r, int c, int count) {
-    k.group[k.groups++] = {static_cast<int16_t>(channel), static_cast<uint8_t>(r), static_cast<uint8_t>(c),
+    k.group[k.groups++] = {static_cast<int16_t>(channel),  static_cast<uint8_t>(r),    static_cast<uint8_t>(c),
                            static_cast<uint8_t>(maps - 1), static_cast<uint8_t>(taps), static_cast<uint8_t>(count)};
   };
   const auto add_plane = [&](int right, int down, int first_group) {
