@@ -35,8 +35,10 @@ struct Sm90Plan {
 
 constexpr int kSm90Channels[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
 constexpr int kSm90SharedBytes = 227 * 1024;
-// Two blocks of them fit a multiprocessor: a kernel's set-up runs beside the kernel before (device/dependent_launch.cuh).
-constexpr int kSm90HalfSharedBytes = 113 * 1024;
+// A block takes more than half of a multiprocessor. Two blocks of the next kernel would else start early
+// (device/dependent_launch.cuh) on the multiprocessors that this one leaves idle, and share them while others have none:
+// one image took 2.5 % longer (n, m and x, 350, 566 and 1145 us), though their set-up was hidden.
+constexpr int kSm90LeastSharedBytes = 115 * 1024;
 constexpr int kSm90MaxTaps = 25;
 constexpr int kSm90MaxWeightStages = 256;
 
@@ -103,7 +105,9 @@ inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   l.output = (l.output + 1023) / 1024 * 1024;
   l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels) * 2;
   l.barriers = l.affine + p.channels * 8;
-  l.bytes = l.barriers + 2 * 8 * (p.workers * p.pixel_stages + p.weight_stages);
+  // 1x1: as many as if each of its parts had a stage (see launch() of the kernel).
+  const int weight_barriers = p.weight_stages * (p.mode == PixelMode::kRows ? sm90_group_taps(s, p) : 1);
+  l.bytes = std::max(kSm90LeastSharedBytes, l.barriers + 2 * 8 * (p.workers * p.pixel_stages + weight_barriers));
   return l;
 }
 
@@ -125,9 +129,8 @@ inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 
-// All plans that the kernel can run the convolution with, each as it is with much shared memory and with half a
-// multiprocessor's; none where it can't. Takes for granted: half or bfloat16, and rows of x aligned to 16 bytes. Which
-// is best is up to device/tile_costs.h.
+// All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half or bfloat16, and rows
+// of x aligned to 16 bytes. Which is best is up to device/tile_costs.h.
 std::vector<Sm90Plan> sm90_plans(const ConvShape& shape);
 std::string sm90_name(const Sm90Plan& plan);
 

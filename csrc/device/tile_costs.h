@@ -12,37 +12,36 @@ namespace yolo12_fastconv {
 // they pick take 2.0 % longer than the fastest ones, a sum in which every model and batch counts the same.
 struct TileCosts {
   // Both kernels.
-  double l2_bytes = 41.6;  // from L2, besides resident weights
-  double hbm_bytes = 32.4;  // from and to device memory
-  double cached_megabytes = 34.6;  // of x, w and y that are not device memory's concern, but L2's
-  double overlap = 4.01;  // of products, transfers and memory, which share the time: exponent of their norm
+  double l2_bytes = 42.4;  // from L2, besides resident weights
+  double hbm_bytes = 31.5;  // from and to device memory
+  double cached_megabytes = 74.7;  // of x, w and y that are not device memory's concern, but L2's
+  double overlap = 3.68;  // of products, transfers and memory, which share the time: exponent of their norm
   // sm90: set-up.
-  double set_up = 2480;  // from the end of the kernel before to the first stage in shared memory
-  double alone = 1430;  //   more where a block of the next kernel does not fit beside one of this
+  double set_up = 2760;  // from the end of the kernel before to the first stage in shared memory
   // sm90: the loops.
-  double pixel_bytes = 43.6;  // resident: from L2
-  double first_weight_bytes = 113;  // resident: weights, before any product
-  double pixel_stage = 159;  // resident: a worker's instructions per pixel stage
-  double weight_stage = 128;  //   and per weight stage
-  double streamed_pixel_stage = 218;  // streamed: per pixel stage
-  double streamed_weight_stage = 154;  //   and per weight stage
-  double crowd = 0.279;  // of the four: more for each worker beside it
-  double latency = 1340;  // of a stage that is filled again; of a ring all but one are under way at once
-  double tile = 1210;  // epilogue of a tile
-  double channel = 10.3;  //   and per channel
-  double unaligned = 2.36;  //   times this where y can't be stored in boxes
-  double shared_read = 19.7;  // A of a wgmma through shared memory; B adds a quarter per channel
-  double lagging_finish = 0.113;  // streamed, workers one after the other: share of the epilogue that shows
-  double shared_finish = 0.159;  // streamed, workers in step: of each other's stores
+  double pixel_bytes = 40.9;  // resident: from L2
+  double first_weight_bytes = 485;  // resident: weights, before any product
+  double pixel_stage = 244;  // resident: a worker's instructions per pixel stage
+  double weight_stage = 145;  //   and per weight stage
+  double streamed_pixel_stage = 129;  // streamed: per pixel stage
+  double streamed_weight_stage = 397;  //   and per weight stage
+  double crowd = 0.0382;  // of the four: more for each worker beside it
+  double latency = 1390;  // of a stage that is filled again; of a ring all but one are under way at once
+  double tile = 1160;  // epilogue of a tile
+  double channel = 11.5;  //   and per channel
+  double unaligned = 1.46;  //   times this where y can't be stored in boxes
+  double shared_read = 26.3;  // A of a wgmma through shared memory; B adds a quarter per channel
+  double lagging_finish = 0.0774;  // streamed, workers one after the other: share of the epilogue that shows
+  double shared_finish = 0.306;  // streamed, workers in step: of each other's stores
   // sm80.
-  double gemm_set_up = 240;  // as set_up
-  double gemm_alone = 443;  // as alone
-  double gemm_block = 1800;  // a block's first copies and its sums' way to y
-  double gemm_stage = 69.7;  // wait, barrier, first ldmatrix
-  double gemm_step = 298;  // products that wait for the products before
-  double gemm_outputs = 4.14;  // finished outputs per cycle
-  double gemm_shared_bytes = 39.6;  // through shared memory
-  double gemm_products = 1140;  // mma.sync in half; wgmma does 2048
+  double gemm_set_up = 283;  // as set_up
+  double gemm_alone = 279;  // more where a block of the next kernel does not fit beside this one's
+  double gemm_block = 1770;  // a block's first copies and its sums' way to y
+  double gemm_stage = 37.6;  // wait, barrier, first ldmatrix
+  double gemm_step = 519;  // products that wait for the products before
+  double gemm_outputs = 3.28;  // finished outputs per cycle
+  double gemm_shared_bytes = 24.9;  // through shared memory
+  double gemm_products = 1900;  // mma.sync in half; wgmma does 2048
 };
 
 // Whole time of the kernel, from the end of the one before.

@@ -24,14 +24,14 @@ bool fits_window(const ConvShape& s) {
 
 int blocks_of(const ConvShape& s, const Sm90Plan& p) { return ceil_div(s.in_channels * 2, p.row_bytes * p.parts); }
 
-// Fills in the stages, as many as are of use; false if `shared_bytes` do not hold the least.
-bool choose_stages(const ConvShape& s, int shared_bytes, Sm90Plan& p) {
+// Fills in the stages, as many as are of use; false if shared memory does not hold the least.
+bool choose_stages(const ConvShape& s, Sm90Plan& p) {
   const int taps = s.kernel_h * s.kernel_w, groups = sm90_weight_groups(s, p);
   const auto fits = [&](int pixel_stages, int weight_stages) {
     Sm90Plan q = p;
     q.pixel_stages = pixel_stages;
     q.weight_stages = weight_stages;
-    return sm90_layout(s, q).bytes <= shared_bytes;
+    return sm90_layout(s, q).bytes <= kSm90SharedBytes;
   };
   const bool window = p.mode == PixelMode::kWindow;
   const int planes = window ? std::min(s.stride_h, s.kernel_h) * std::min(s.stride_w, s.kernel_w) : 1;
@@ -94,9 +94,7 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s) {
     return plans;
   }
   const auto add = [&](Sm90Plan plan) {
-    if (!choose_stages(s, kSm90SharedBytes, plan)) return;
-    plans.push_back(plan);
-    if (choose_stages(s, kSm90HalfSharedBytes, plan) && plan != plans.back()) plans.push_back(plan);
+    if (choose_stages(s, plan)) plans.push_back(plan);
   };
   Sm90Plan plan;
   plan.row_bytes = sm90_row_bytes(s);

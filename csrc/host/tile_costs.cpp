@@ -89,9 +89,7 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     const double rounds = waves * (full_rounds + (rest > 0));
     transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
-  // By what ptxas reports: 56 to 63 registers a thread up to 64 channels, 157 with 256.
-  const double share = block_share(sm90_layout(s, p).bytes, 160 * p.workers + 32, std::max(56, p.channels / 2 + 32));
-  const double set_up = c.set_up + (share > 0.5 ? c.alone : 0) + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
+  const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
   return set_up + overlapped({compute, transfer, memory_cycles(s, 2, c)}, c);
 }
 

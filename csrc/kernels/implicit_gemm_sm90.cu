@@ -178,6 +178,7 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
     int block = worker * args.lag_blocks;
     for (int step = 0; step < args.blocks; ++step) {
       const int channel = block * args.block_channels, column = block * args.block_columns;
+#pragma unroll 1
       for (int j = 0; j < args.planes; ++j) {
         barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
@@ -189,13 +190,16 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
         }
         if (args.mode == PixelMode::kWindow) {
           load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
-        } else if (args.mode == PixelMode::kTaps) {
-          load_pixels(leads, to, &args.x, filled, channel, left, top, t.n, plane.right, plane.down);
         } else {
 #pragma unroll 1
           for (int copy = 0; copy < args.pixel_copies; ++copy) {
-            load_box(leads, to + copy * args.copy_bytes, &args.x, filled, channel + copy * args.copy_channels,
-                     static_cast<int>(t.pixel), column, 0);
+            const uint32_t part = to + copy * args.copy_bytes;
+            const int first = channel + copy * args.copy_channels;
+            if (args.mode == PixelMode::kTaps) {
+              load_pixels(leads, part, &args.x, filled, first, left, top, t.n, plane.right, plane.down);
+            } else {
+              load_box(leads, part, &args.x, filled, first, static_cast<int>(t.pixel), column, 0);
+            }
           }
         }
         at.advance(args.pixel_stages);
@@ -710,14 +714,14 @@ Strides effective_strides(const ConvShape& s, Strides x) {
   return x;
 }
 
-CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, PixelMode mode, const Strides& x) {
+CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, const Strides& x) {
   const ConvShape& s = a.shape;
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
   const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
   const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   const auto c = static_cast<cuuint64_t>(s.in_channels), w = static_cast<cuuint64_t>(s.in_w),
              h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
-  if (mode == PixelMode::kRows) {
+  if (plan.mode == PixelMode::kRows) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
     const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan));
     const cuuint64_t row = bytes(x.w);
@@ -730,7 +734,7 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, Pixe
                         {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, swizzle);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
-  if (mode == PixelMode::kWindow) {
+  if (plan.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
     return tiled_map<4>("x", dtype, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
                         {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, swizzle);
@@ -770,7 +774,7 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int
 }
 
 // Planes, groups and taps in the order in which the products run, and the maps of the weights.
-void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& plan, PixelMode mode) {
+void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& plan) {
   const ConvShape& s = a.shape;
   const int together = sm90_group_taps(s, plan);
   int maps = 0, taps = 0;
@@ -787,7 +791,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
     k.plane[k.planes++] = {static_cast<int16_t>(right), static_cast<int16_t>(down), static_cast<int16_t>(first_group),
                            static_cast<int16_t>(k.groups - 1)};
   };
-  if (plan.mode == PixelMode::kRows) {
+  if (s.pointwise()) {
     add_map(1, together, 1, 1);
     for (int part = 0; part < plan.parts; ++part) {
       if (part % together == 0) add_group(part * plan.row_bytes / 2, 0, 0, together);
@@ -796,7 +800,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
     add_plane(0, 0, 0);
     return;
   }
-  if (mode == PixelMode::kTaps) {
+  if (plan.mode == PixelMode::kTaps) {
     add_map(1, 1, 1, 1);
     for (int r = 0; r < s.kernel_h; ++r) {
       for (int c = 0; c < s.kernel_w; ++c) {
@@ -835,18 +839,22 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
 }
 
 template <class T, int kChannels>
-void launch(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t stream) {
   const ConvShape& s = a.shape;
   const Strides x = effective_strides(s, a.x_strides);
-  PixelMode mode = plan.mode;
-  // A 1x1 over pixels that are not evenly spaced (a crop of a map).
-  if (mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) mode = PixelMode::kTaps;
+  Sm90Plan plan = wanted;
+  // A 1x1 over pixels that are not evenly spaced (a crop of a map), whose blocks of channels are copied one by one.
+  if (plan.mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) {
+    plan.mode = PixelMode::kTaps;
+    plan.weight_stages *= sm90_group_taps(s, wanted);
+  }
+  const PixelMode mode = plan.mode;
   const Sm90Layout layout = sm90_layout(s, plan);
   const Sm90Window window = sm90_window(s);
 
   KernelArgs k;
-  k.x = pixel_map(a, dtype, plan, mode, x);
-  fill_taps(k, a, dtype, plan, mode);
+  k.x = pixel_map(a, dtype, plan, x);
+  fill_taps(k, a, dtype, plan);
   k.store_boxes = a.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
   const int aligned =
       s.out_channels | static_cast<int>(a.y_stride % 4) | static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / 2 % 4);
