@@ -193,7 +193,7 @@ def test_plans_of_half_a_multiprocessor_are_weighed_too():
 @needs_sm90
 def test_rows_of_float_hold_half_as_many_channels():
     """A stage's rows are 32, 64 or 128 bytes, a 1x1 has up to four blocks of them in a stage."""
-    for channels, half, float32 in ((8, 16, 8), (16, 16, 16), (32, 32, 32), (64, 64, 32), (40, 32, 16)):
+    for channels, half, float32 in ((8, 16, 8), (16, 16, 16), (32, 32, 32), (64, 64, 32), (40, 64, 16)):
         case = cases.Case("depth", channels, 64, 40, 40, kernel=(3, 3), padding=(1, 1), batch=8)
         for dtype, depth in ((torch.float16, half), (torch.float32, float32)):
             assert {way.split("-")[0].split("x")[2] for way, _, _ in sm90_plans(case, dtype)} == {str(depth)}
