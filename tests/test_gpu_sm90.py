@@ -75,9 +75,9 @@ def relative(got: Tensor, truth: Tensor) -> float:
 
 
 @pytest.fixture
-def tf32(cuda, monkeypatch):
-    """TF32 is allowed. `cuda` has switched it off."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+def tf32(cuda):
+    """TF32 is allowed. `cuda` has switched it off, and puts back what was before."""
+    torch.backends.cudnn.allow_tf32 = True
 
 
 def operand(tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def operand(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_float_is_rounded_to_the_nearest_tf32(cuda, kernel):
 
 
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_crop_of_a_map(cuda, dtype):
     """Pixels of a 1x1 that are not evenly spaced. Float that is not rounded would be off by 6e-4."""
     x = (
@@ -165,7 +165,7 @@ def test_crop_of_a_map(cuda, dtype):
 
 
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_more_than_31_bits(cuda, dtype):
     x = torch.randn(96, 256, 320, 288, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
     assert x.numel() > 2**31
