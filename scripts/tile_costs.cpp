@@ -27,8 +27,8 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
     Sm90Plan plan;
     plan.channels = q.channels;
     plan.workers = q.pixels / 64;
-    plan.row_bytes = sm90_row_bytes(q.shape);
-    plan.parts = q.depth * 2 / plan.row_bytes;
+    plan.row_bytes = sm90_row_bytes(q.shape, plan.element_bytes);
+    plan.parts = q.depth * plan.element_bytes / plan.row_bytes;
     if (plan.parts < 1) return 2;
     plan.mode = static_cast<PixelMode>(q.mode);
     plan.resident = q.resident;

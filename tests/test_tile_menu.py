@@ -39,11 +39,11 @@ def kernel(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool 
     return name.split("/")
 
 
-def candidates(case: cases.Case, dtype: torch.dtype, capability: int) -> list[str]:
+def candidates(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool = False) -> list[str]:
     weight = (case.co, case.ci // case.groups, *case.kernel)
     return ops.kernel_candidates(
         (case.batch, case.ci, case.h, case.w), weight, case.stride, case.padding, case.dilation, case.groups, dtype,
-        tf32=False, capability=capability,
+        tf32=tf32, capability=capability,
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_other_precisions_and_older_gpus():
     for case in shapes():
         if case.groups == 1:
             assert kernel(case, torch.float32, 90)[0] == "direct"
-            assert kernel(case, torch.float32, 90, tf32=True)[:2] == ["implicit_gemm", "sm80"]
+            assert kernel(case, torch.float32, 80, tf32=True)[:2] == ["implicit_gemm", "sm80"]
             assert kernel(case, torch.float64, 90)[0] == "direct"
             assert kernel(case, torch.float16, 75)[0] == "direct"
         else:
@@ -120,6 +120,18 @@ def test_stems():
         )
 
 
+def test_float_in_tf32_has_both_kernels_too(monkeypatch):
+    dense = [case for case in shapes() if case.groups == 1]
+    targets = {kernel(case, torch.float32, 90, tf32=True)[1] for case in dense}
+    built = "9.0a" in ops.LIBRARY.arch_list
+    assert targets == ({"sm80", "sm90"} if built else {"sm80"})
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm80")
+    assert {kernel(case, torch.float32, 90, tf32=True)[1] for case in dense} == {"sm80"}
+    if built:
+        monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm90")
+        assert {kernel(case, torch.float32, 90, tf32=True)[1] for case in dense} == {"sm90"}
+
+
 def test_forced_targets(monkeypatch):
     case = next(case for case in shapes() if case.groups == 1 and case.ci >= 64)
     monkeypatch.setenv("YOLO12_FASTCONV_TARGET", "sm80")
@@ -150,11 +162,11 @@ def test_candidates_of_one_kernel_families():
 needs_sm90 = pytest.mark.skipif("9.0a" not in ops.LIBRARY.arch_list, reason="library without 9.0a")
 
 
-def sm90_plans(case: cases.Case) -> list[tuple[str, int, int]]:
+def sm90_plans(case: cases.Case, dtype: torch.dtype = torch.float16) -> list[tuple[str, int, int]]:
     """Tile and way of the plans among the candidates, and their stages."""
     found = [
         re.fullmatch(r"implicit_gemm/sm90/(.+)-(\d+)\+(\d+)", name)
-        for name in candidates(case, torch.float16, 90)
+        for name in candidates(case, dtype, 90, tf32=dtype == torch.float32)
     ]
     return [(match[1], int(match[2]), int(match[3])) for match in found if match]
 
@@ -176,6 +188,18 @@ def test_plans_of_half_a_multiprocessor_are_weighed_too():
     plans = sm90_plans(cases.Case("long", 256, 256, 80, 80, batch=32))
     ways = [way for way, _, _ in plans]
     assert any(ways.count(way) == 2 for way in ways) and max(map(ways.count, ways)) == 2
+
+
+@needs_sm90
+def test_rows_of_float_hold_half_as_many_channels():
+    """A stage's rows are 32, 64 or 128 bytes, a 1x1 has up to four blocks of them in a stage."""
+    for channels, half, float32 in ((8, 16, 8), (16, 16, 16), (32, 32, 32), (64, 64, 32), (40, 64, 16)):
+        case = cases.Case("depth", channels, 64, 40, 40, kernel=(3, 3), padding=(1, 1), batch=8)
+        for dtype, depth in ((torch.float16, half), (torch.float32, float32)):
+            assert {way.split("-")[0].split("x")[2] for way, _, _ in sm90_plans(case, dtype)} == {str(depth)}
+    case = cases.Case("parts", 256, 64, 40, 40, batch=8)
+    depths = {way.split("-")[0].split("x")[2] for way, _, _ in sm90_plans(case, torch.float32)}
+    assert depths <= {"32", "64", "128"} and len(depths) > 1
 
 
 @needs_sm90

@@ -231,25 +231,28 @@ __device__ __forceinline__ void wgmma_wait() {
 #define YOLO12_SUMS_12 YOLO12_SUMS_8, YOLO12_SUMS_AT(64), YOLO12_SUMS_AT(72), YOLO12_SUMS_AT(80), YOLO12_SUMS_AT(88)
 #define YOLO12_SUMS_16 YOLO12_SUMS_12, YOLO12_SUMS_AT(96), YOLO12_SUMS_AT(104), YOLO12_SUMS_AT(112), YOLO12_SUMS_AT(120)
 
-// groups: channels / 16; ia, ib: numbers of the operands behind the sums.
-#define YOLO12_WGMMA(channels, groups, type, ia, ib)                                                                 \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #channels "k16.f32." type "." type " {" YOLO12_REGISTERS_##groups \
-               "}, %" ia ", %" ib ", 1, 1, 1, 0, 0;\n"                                                               \
+// groups: channels / 16; ia, ib: numbers of the operands behind the sums. Only 16-bit operands have the two last flags,
+// which would transpose them.
+#define YOLO12_WGMMA(channels, groups, types, flags, ia, ib)                                                         \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #channels types " {" YOLO12_REGISTERS_##groups "}, %" ia ", %" ib \
+                                                                                                  ", " flags ";\n"   \
                : YOLO12_SUMS_##groups                                                                                \
                : "l"(a), "l"(b))
 
-#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)   \
-  if constexpr (kChannels == channels) {              \
-    if constexpr (std::is_same_v<T, __half>) {        \
-      YOLO12_WGMMA(channels, groups, "f16", ia, ib);  \
-    } else {                                          \
-      YOLO12_WGMMA(channels, groups, "bf16", ia, ib); \
-    }                                                 \
+#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                                 \
+  if constexpr (kChannels == channels) {                                            \
+    if constexpr (std::is_same_v<T, __half>) {                                      \
+      YOLO12_WGMMA(channels, groups, "k16.f32.f16.f16", "1, 1, 1, 0, 0", ia, ib);   \
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                        \
+      YOLO12_WGMMA(channels, groups, "k16.f32.bf16.bf16", "1, 1, 1, 0, 0", ia, ib); \
+    } else {                                                                        \
+      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib);        \
+    }                                                                               \
   }
 
-// d = a * b + d: 64 pixels x kChannels over 16 input channels, asynchronously, by the four warps of a warpgroup. Both
-// operands lie in shared memory, rows of input channels, as their descriptors say. Warp w holds rows 16 w to 16 w + 15:
-// lane l has elements (l / 4 + 8 h, 8 j + 2 (l % 4) + e) in d[4 j + 2 h + e].
+// d = a * b + d: 64 pixels x kChannels over 32 bytes of input channels (16, or 8 as TF32), asynchronously, by the four
+// warps of a warpgroup. Both operands lie in shared memory, rows of input channels, as their descriptors say. Warp w holds
+// rows 16 w to 16 w + 15: lane l has elements (l / 4 + 8 h, 8 j + 2 (l % 4) + e) in d[4 j + 2 h + e].
 template <class T, int kChannels>
 __device__ __forceinline__ void wgmma(float (&d)[kChannels / 2], uint64_t a, uint64_t b){
 #if YOLO12_HAS_WGMMA

@@ -22,6 +22,7 @@ enum class PixelMode : int {
 };
 
 struct Sm90Plan {
+  int element_bytes = 2;  // of x, weights and y: 2, or 4 for float with products in TF32
   int channels = 0;  // output channels of a tile
   int workers = 0;  // warpgroups that compute, each a tile of 64 pixels of its own
   int row_bytes = 0;  // a block of input channels, in bytes: 128, 64 or 32
@@ -44,8 +45,10 @@ constexpr int kSm90MaxWeightStages = 256;
 
 // What fits the registers of a multiprocessor.
 constexpr int sm90_max_workers(int channels) { return channels <= 96 ? 4 : channels <= 192 ? 3 : 2; }
-// Output channels that leave a warp at once, through shared memory.
-constexpr int sm90_store_channels(int channels) {
+// Output channels that leave a warp at once, through shared memory. In float rows of 64 or 128 bytes, that are swizzled:
+// without, lanes that write two floats each would get in each other's way.
+constexpr int sm90_store_channels(int channels, int element_bytes) {
+  if (element_bytes == 4) return channels % 32 == 0 ? 32 : 16;
   return channels % 64 == 0 ? 64 : channels == 32 ? 32 : channels == 16 ? 16 : channels == 80 ? 80 : 48;
 }
 
@@ -71,7 +74,7 @@ inline int sm90_group_taps(const ConvShape& s, const Sm90Plan& p) {
   constexpr int kMostTaps = 4, kMostBytes = 32 * 1024;
   int taps = 1;
   if (p.mode == PixelMode::kRows) {
-    if (s.in_channels * 2 % p.row_bytes == 0) taps = p.parts;
+    if (s.in_channels * p.element_bytes % p.row_bytes == 0) taps = p.parts;
   } else if (p.mode == PixelMode::kWindow) {
     if (s.stride_h == 1 && s.stride_w == 1) {
       taps = s.kernel_w;
@@ -103,7 +106,7 @@ inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   l.pixels = p.weight_stages * sm90_weight_stage_bytes(s, p);
   l.output = l.pixels + p.workers * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
   l.output = (l.output + 1023) / 1024 * 1024;
-  l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels) * 2;
+  l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels, p.element_bytes) * p.element_bytes;
   l.barriers = l.affine + p.channels * 8;
   // 1x1: as many as if each of its parts had a stage (see launch() of the kernel).
   const int weight_barriers = p.weight_stages * (p.mode == PixelMode::kRows ? sm90_group_taps(s, p) : 1);
@@ -119,7 +122,11 @@ inline int sm90_lag_blocks(const Sm90Plan& p, int blocks, int64_t tiles, int64_t
 }
 
 // A block of input channels, in bytes, in every plan of a convolution.
-int sm90_row_bytes(const ConvShape& shape);
+int sm90_row_bytes(const ConvShape& shape, int element_bytes);
+// Pixel stages that the input channels take.
+inline int sm90_blocks(const ConvShape& s, const Sm90Plan& p) {
+  return ceil_div(s.in_channels * p.element_bytes, p.row_bytes * p.parts);
+}
 // Tiles of pixels, and blocks per tile of channels among which they are dealt out.
 inline int64_t sm90_tiles(const ConvShape& s, const Sm90Plan& p) {
   return p.mode == PixelMode::kWindow ? int64_t(s.batch) * ceil_div(s.out_h, 8) * ceil_div(s.out_w, 8)
@@ -129,9 +136,9 @@ inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 
-// All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half or bfloat16, and rows
-// of x aligned to 16 bytes. Which is best is up to device/tile_costs.h.
-std::vector<Sm90Plan> sm90_plans(const ConvShape& shape);
+// All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half, bfloat16, or float
+// that may be rounded to TF32, and rows of x aligned to 16 bytes. Which is best is up to device/tile_costs.h.
+std::vector<Sm90Plan> sm90_plans(const ConvShape& shape, int element_bytes);
 std::string sm90_name(const Sm90Plan& plan);
 
 }  // namespace yolo12_fastconv

@@ -44,7 +44,8 @@ struct TileCosts {
   double gemm_products = 1900;  // mma.sync in half; wgmma does 2048
 };
 
-// Whole time of the kernel, from the end of the one before.
+// Whole time of the kernel, from the end of the one before. Float in TF32 has not been timed: twice the products, bytes and
+// stores of half, at half's rates.
 double sm90_cycles(const ConvShape& shape, const Sm90Plan& plan, const TileCosts& costs = {});
 double gemm_cycles(const ConvShape& shape, DType dtype, const GemmTile& tile, const TileCosts& costs = {});
 

@@ -22,8 +22,6 @@ bool fits_window(const ConvShape& s) {
   return window.w * s.stride_w <= 256 && window.h * s.stride_h <= 256 && window.w * window.h <= 400;
 }
 
-int blocks_of(const ConvShape& s, const Sm90Plan& p) { return ceil_div(s.in_channels * 2, p.row_bytes * p.parts); }
-
 // Fills in the stages, as many as are of use; false if shared memory does not hold the least.
 bool choose_stages(const ConvShape& s, Sm90Plan& p) {
   const int taps = s.kernel_h * s.kernel_w, groups = sm90_weight_groups(s, p);
@@ -37,13 +35,13 @@ bool choose_stages(const ConvShape& s, Sm90Plan& p) {
   const int planes = window ? std::min(s.stride_h, s.kernel_h) * std::min(s.stride_w, s.kernel_w) : 1;
   // What a worker fills in its life, and what the block streams: stages beyond them would never be filled.
   const int64_t rounds = ceil_div<int64_t>(ceil_div(sm90_tiles(s, p), sm90_columns(s, p)), p.workers);
-  const int64_t tile_blocks = rounds * blocks_of(s, p);
+  const int64_t tile_blocks = rounds * sm90_blocks(s, p);
   const int most_pixels = static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
   const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * groups));
   // Two where a stage lasts for several products, and enough of them to cover a latency.
   const int least = std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);
   if (p.resident) {
-    const int steps = blocks_of(s, p) * groups;
+    const int steps = sm90_blocks(s, p) * groups;
     if (steps > kSm90MaxWeightStages) return false;
     p.weight_stages = steps;
     for (p.pixel_stages = most_pixels; p.pixel_stages >= least; --p.pixel_stages) {
@@ -77,16 +75,16 @@ bool choose_stages(const ConvShape& s, Sm90Plan& p) {
 
 }  // namespace
 
-int sm90_row_bytes(const ConvShape& s) {
-  const int c = s.in_channels;
-  if (c <= 16) return 32;
-  if (c <= 32) return 64;
+int sm90_row_bytes(const ConvShape& s, int element_bytes) {
+  const int bytes = s.in_channels * element_bytes;
+  if (bytes <= 32) return 32;
+  if (bytes <= 64) return 64;
   // A last block that is at most half full is not worth its shared memory unless there are many blocks.
-  const int rest = c % 64;
-  return rest > 0 && rest <= 32 && c < 256 ? 64 : 128;
+  const int rest = bytes % 128;
+  return rest > 0 && rest <= 64 && bytes < 512 ? 64 : 128;
 }
 
-std::vector<Sm90Plan> sm90_plans(const ConvShape& s) {
+std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
   std::vector<Sm90Plan> plans;
   constexpr int64_t kLongest = (int64_t(1) << 31) - 4096;  // positions reach a tile behind the last pixel
   if (s.groups != 1 || s.in_channels == 0 || s.kernel_h * s.kernel_w > kSm90MaxTaps || s.stride_h > 8 ||
@@ -97,8 +95,9 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s) {
     if (choose_stages(s, plan)) plans.push_back(plan);
   };
   Sm90Plan plan;
-  plan.row_bytes = sm90_row_bytes(s);
-  const int blocks = ceil_div(s.in_channels * 2, plan.row_bytes);
+  plan.element_bytes = element_bytes;
+  plan.row_bytes = sm90_row_bytes(s, element_bytes);
+  const int blocks = sm90_blocks(s, plan);
   for (const int channels : kSm90Channels) {
     if (channels > 16 && channels / 2 >= round_up(s.out_channels, 16)) continue;
     plan.channels = channels;
@@ -126,9 +125,9 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s) {
 std::string sm90_name(const Sm90Plan& p) {
   std::ostringstream name;
   const char* mode[] = {"rows", "window", "taps"};
-  name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / 2 * p.parts << "-"
-       << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-" << p.pixel_stages
-       << "+" << p.weight_stages;
+  name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
+       << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
+       << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }
 

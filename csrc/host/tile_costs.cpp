@@ -9,8 +9,6 @@
 namespace yolo12_fastconv {
 namespace {
 
-int padded_bytes(int channels) { return round_up(channels, 8) * 2; }
-
 // Of a multiprocessor, what a block takes: the largest of its shares of shared memory, registers and threads. The next
 // kernel of a stream sets up beside this one if both fit (device/dependent_launch.cuh).
 double block_share(int shared_bytes, int threads, int registers) {
@@ -36,9 +34,9 @@ double overlapped(std::initializer_list<double> cycles, const TileCosts& c) {
 }  // namespace
 
 double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
-  const int taps = s.kernel_h * s.kernel_w, blocks = ceil_div(s.in_channels * 2, p.row_bytes * p.parts);
+  const int taps = s.kernel_h * s.kernel_w, blocks = sm90_blocks(s, p);
   const int channel_tiles = ceil_div(s.out_channels, p.channels);
-  const double row = padded_bytes(s.in_channels);
+  const double row = round_up(s.in_channels * p.element_bytes, 16);
   double pixel_bytes, pixel_stages;  // per tile
   if (p.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
@@ -56,7 +54,9 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const int64_t full_rounds = column_tiles / p.workers;
   const int rest = static_cast<int>(column_tiles % p.workers);  // tiles of the last round, if it is not full
   const double waves = ceil_div(channel_tiles, kMultiprocessors);
-  const double steps = p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels, 16);
+  // Of 32 bytes each, and each as long: TF32 takes twice as many as half.
+  const double steps =
+      p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels * p.element_bytes, 32);
   const double products = steps * std::max(p.channels / 2.0, c.shared_read + p.channels / 4.0);
   const double instructions = p.resident
                                   ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages
@@ -68,7 +68,10 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   };
   const double control = std::max({instructions * (1 + c.crowd * (p.workers - 1)), ring(pixel_stages, p.pixel_stages),
                                    p.resident ? 0 : ring(weight_stages, p.weight_stages)});
-  const double store = c.channel * p.channels, finish = c.tile + store * (s.out_channels >= 8 ? 1 : c.unaligned);
+  // Half that is wider than 8 channels gets pixels that boxes can be stored to.
+  const bool boxes = p.element_bytes == 2 ? s.out_channels >= 8 : s.out_channels % 4 == 0;
+  const double store = c.channel * p.channels * p.element_bytes / 2,
+               finish = c.tile + store * (boxes ? 1 : c.unaligned);
   const double alone = std::max(control, products) + finish;  // a worker by itself
   double compute, transfer;
   if (p.resident) {
@@ -90,7 +93,7 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
   const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
-  return set_up + overlapped({compute, transfer, memory_cycles(s, 2, c)}, c);
+  return set_up + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
 }
 
 double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c) {

@@ -121,8 +121,8 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
   std::vector<std::pair<double, KernelChoice>> weighed;
-  if (half && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
-    for (const Sm90Plan& plan : sm90_plans(s)) {
+  if (tensor_cores && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
+    for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {
       weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
     }
   }

@@ -5,7 +5,8 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
 // channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
-// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums.
+// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
+// with products in TF32.
 //
 // One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
 // Each of its workers (a warpgroup) has a tile of its own, and a warp of its own that keeps its ring of pixel stages
@@ -249,12 +250,20 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
   return bits;
 }
 
+// silu(u) for float, off by 4 units in the last place at the most. A division, as in activate(), would be half a unit
+// closer, but it branches, so that no two values of a thread are computed at once.
+__device__ __forceinline__ float silu_of_float(float u) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + expf(-u)));
+  return u * inverse;
+}
+
 // What a warp does with its 16 pixels of a finished tile.
 template <class T, int kChannels>
 class TileWriter {
  public:
-  static constexpr int kStoreChannels = sm90_store_channels(kChannels);
-  static constexpr int kRowBytes = kStoreChannels * 2;
+  static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
+  static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
   static constexpr int kBufferBytes = 16 * kRowBytes;
 
   __device__ __forceinline__ TileWriter(const KernelArgs& args, char* shared, int first_channel)
@@ -275,25 +284,10 @@ class TileWriter {
         next_ ^= 1;
         if (lane == 0) wait_stores_read<1>();
         __syncwarp();
-#pragma unroll
-        for (int pair = 0; pair < kStoreChannels / 16; ++pair) {
-          uint32_t packed[4];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int column = part * kStoreChannels + pair * 16 + j * 8;
-            const float4 affine = affine_[column / 2 + lane % 4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float* d = sum + column / 2 + 2 * h;
-              float u = fmaf(d[0], affine.x, affine.y), v = fmaf(d[1], affine.z, affine.w);
-              if constexpr (kSilu) {
-                u = silu_of_half(u);
-                v = silu_of_half(v);
-              }
-              packed[2 * j + h] = pack_pair<T>(u, v);
-            }
-          }
-          store_matrices(shared_address(buffer) + offset(lane % 16, pair * 2 + lane / 16), packed);
+        if constexpr (sizeof(T) == 2) {
+          finish_halves<kSilu>(sum, part * kStoreChannels, lane, buffer);
+        } else {
+          finish_floats<kSilu>(sum, part * kStoreChannels, lane, buffer);
         }
         if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
         if (args_.store_boxes) {
@@ -308,8 +302,8 @@ class TileWriter {
           }
         } else {
           __syncwarp();
-          if (args_.store_lanes == 4) {
-            copy_out<4>(buffer, tile, warp, lane, channel);
+          if (sizeof(T) == 2 && args_.store_lanes == 4) {
+            copy_out<8 / sizeof(T)>(buffer, tile, warp, lane, channel);
           } else if (args_.store_lanes == 2) {
             copy_out<2>(buffer, tile, warp, lane, channel);
           } else {
@@ -321,6 +315,58 @@ class TileWriter {
   }
 
  private:
+  static constexpr int kChunk = kLanesOf16Bytes<T>;
+
+  // kStoreChannels of the sums, from `first` on, into a buffer.
+  template <bool kSilu>
+  __device__ __forceinline__ void finish_halves(const float (&sum)[kChannels / 2], int first, int lane,
+                                                char* buffer) const {
+#pragma unroll
+    for (int pair = 0; pair < kStoreChannels / 16; ++pair) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = first + pair * 16 + j * 8;
+        const float4 affine = affine_[column / 2 + lane % 4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* d = sum + column / 2 + 2 * h;
+          float u = fmaf(d[0], affine.x, affine.y), v = fmaf(d[1], affine.z, affine.w);
+          if constexpr (kSilu) {
+            u = silu_of_half(u);
+            v = silu_of_half(v);
+          }
+          packed[2 * j + h] = pack_pair<T>(u, v);
+        }
+      }
+      store_matrices(shared_address(buffer) + offset(lane % 16, pair * 2 + lane / 16), packed);
+    }
+  }
+
+  // The same in float. Of a row eight channels lie in four lanes, two in each: 32 bytes, two chunks. Half a warp writes at
+  // once, four rows. If all wrote the same eight channels, two rows each would share their banks, since the swizzle does
+  // no more than swap their chunks. So one of the two writes channels of `far` while the other writes those of `near`.
+  // Their scale and shift lie in different banks too.
+  template <bool kSilu>
+  __device__ __forceinline__ void finish_floats(const float (&sum)[kChannels / 2], int first, int lane,
+                                                char* buffer) const {
+    constexpr int kFar = kRowBytes == 128 ? 3 : 1;
+    const bool swapped = lane & (kRowBytes == 128 ? 4 : 8);
+#pragma unroll
+    for (int i = 0; i < kStoreChannels / 8; ++i) {
+      const int near = i % 2 == 0 ? i / 2 : i / 2 ^ kFar, far = near ^ kFar;
+      const int j = swapped ? far : near;
+      const float4 affine = affine_[first / 2 + j * 4 + lane % 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float *a = sum + first / 2 + near * 4 + 2 * h, *b = sum + first / 2 + far * 4 + 2 * h;
+        float2 y = {fmaf(swapped ? b[0] : a[0], affine.x, affine.y), fmaf(swapped ? b[1] : a[1], affine.z, affine.w)};
+        if constexpr (kSilu) y = {silu_of_float(y.x), silu_of_float(y.y)};
+        *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8) = y;
+      }
+    }
+  }
+
   // Byte offset of a 16-byte chunk in a buffer, swizzled as the map of y is.
   static __device__ __forceinline__ int offset(int row, int chunk) {
     const int mask = kRowBytes == 128  ? row & 7
@@ -343,29 +389,29 @@ class TileWriter {
   // As in stock, the activated value is rounded before the residual is added.
   __device__ __forceinline__ void add_residual(char* buffer, const TilePosition& tile, int warp, int lane,
                                                int channel) const {
-    constexpr int kRowChunks = kStoreChannels / 8;
+    constexpr int kRowChunks = kStoreChannels / kChunk;
     __syncwarp();
 #pragma unroll 1
     for (int index = lane; index < 16 * kRowChunks; index += 32) {
       const int row = index / kRowChunks, chunk = index % kRowChunks;
       const int64_t pixel = pixel_of(tile, warp, row);
-      const int first = channel + chunk * 8;
+      const int first = channel + chunk * kChunk;
       if (pixel < 0 || first >= args_.out_channels) continue;
       const T* from = static_cast<const T*>(args_.residual) + pixel * args_.residual_stride + first;
-      T added[8];
-      if (args_.residual_vectors && first + 8 <= args_.out_channels) {
+      T added[kChunk];
+      if (args_.residual_vectors && first + kChunk <= args_.out_channels) {
         const uint4 bits = *reinterpret_cast<const uint4*>(from);
         memcpy(added, &bits, 16);
       } else {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) added[e] = first + e < args_.out_channels ? from[e] : convert<T>(0.0f);
+        for (int e = 0; e < kChunk; ++e) added[e] = first + e < args_.out_channels ? from[e] : convert<T>(0.0f);
       }
       uint4* at = reinterpret_cast<uint4*>(buffer + offset(row, chunk));
       uint4 bits = *at;
-      T value[8];
+      T value[kChunk];
       memcpy(value, &bits, 16);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(added[e]));
+      for (int e = 0; e < kChunk; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(added[e]));
       memcpy(&bits, value, 16);
       *at = bits;
     }
@@ -384,7 +430,7 @@ class TileWriter {
       const int64_t pixel = pixel_of(tile, warp, row);
       if (pixel < 0 || word >= words) continue;
       *reinterpret_cast<Word*>(static_cast<T*>(args_.y_data) + pixel * args_.y_stride + channel + c) =
-          *reinterpret_cast<const Word*>(buffer + offset(row, c / 8) + c % 8 * 2);
+          *reinterpret_cast<const Word*>(buffer + offset(row, c / kChunk) + c % kChunk * sizeof(T));
     }
   }
 
@@ -516,7 +562,7 @@ class Worker {
     leave_stage<kStreamed>(emptied);
   }
 
-  // The same in any other case: `steps` of kSteps times 16 channels, or as many taps as no kernel has been unrolled for.
+  // The same in any other case: `steps` of kSteps times 32 bytes of channels, or as many taps as no kernel has been unrolled for.
   template <bool kStreamed, int kSteps>
   __device__ __forceinline__ void multiply_stage(float (&sum)[kChannels / 2], uint32_t pixels, const TapGroup& group,
                                                  int steps, bool wait, uint32_t emptied) {
@@ -592,12 +638,13 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
 }
 
 // Scale and shift of the block's channels into shared memory, by the warps that compute.
-template <int kChannels>
+template <class T, int kChannels>
 __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shared, int first_channel) {
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
   const int threads = 128 * args.workers;
   for (int c = threadIdx.x; c < kChannels; c += threads) {
-    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, args.act == Act::kSilu);
+    const bool halved = args.act == Act::kSilu && sizeof(T) == 2;  // for silu_of_half
+    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
   }
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
@@ -646,7 +693,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     const int worker = warp / 4;
     wait_for_earlier_kernels();
     // While the first stages are on their way.
-    fold_channels<kChannels>(args, shared, work.first_channel);
+    fold_channels<T, kChannels>(args, shared, work.first_channel);
     compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
                   work, shared);
   } else if (warp < 5 * args.workers) {
@@ -680,8 +727,18 @@ void check_map(CUresult status, const char* which) {
     fail("implicit_gemm_sm90: tensor map of ", which, ": driver error ", static_cast<int>(status));
 }
 
+// Of y.
 CUtensorMapDataType map_type(DType dtype) {
-  return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return dtype == DType::kFloat16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+         : dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
+// Of x and the weights. wgmma drops the low 13 bits of a float, which would double the error and make all products too
+// small. With this type the copy engine rounds what it loads to the nearest TF32, ties to even (infinities and NaN stay),
+// as CUTLASS's and Triton's TF32 kernels rely on; it costs nothing.
+CUtensorMapDataType operand_type(DType dtype) {
+  return dtype == DType::kFloat32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : map_type(dtype);
 }
 
 CUtensorMapSwizzle map_swizzle(int row_bytes) {
@@ -694,21 +751,21 @@ CUtensorMapSwizzle map_swizzle(int row_bytes) {
 }
 
 template <int kRank>
-CUtensorMap tiled_map(const char* which, DType dtype, const void* data, const cuuint64_t (&size)[kRank],
+CUtensorMap tiled_map(const char* which, CUtensorMapDataType type, const void* data, const cuuint64_t (&size)[kRank],
                       const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
                       const cuuint32_t (&step)[kRank], CUtensorMapSwizzle swizzle) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
   CUtensorMap map;
-  check_map(encode(&map, map_type(dtype), kRank, const_cast<void*>(data), size, stride_bytes, box, step,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-            which);
+  check_map(
+      encode(&map, type, kRank, const_cast<void*>(data), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      which);
   return map;
 }
 
 // Strides of a tensor whose sizes of one get the stride that a dense tensor would have.
-Strides effective_strides(const ConvShape& s, Strides x) {
-  if (s.in_w == 1) x.w = round_up(s.in_channels, 8);
+Strides effective_strides(const ConvShape& s, Strides x, int element_bytes) {
+  if (s.in_w == 1) x.w = round_up(s.in_channels, 16 / element_bytes);
   if (s.in_h == 1) x.h = x.w * s.in_w;
   if (s.batch == 1) x.n = x.h * s.in_h;
   return x;
@@ -716,8 +773,9 @@ Strides effective_strides(const ConvShape& s, Strides x) {
 
 CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, const Strides& x) {
   const ConvShape& s = a.shape;
-  const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
-  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
+  const CUtensorMapDataType type = operand_type(dtype);
+  const auto bytes = [&](int64_t elements) { return static_cast<cuuint64_t>(elements * plan.element_bytes); };
+  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / plan.element_bytes);
   const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   const auto c = static_cast<cuuint64_t>(s.in_channels), w = static_cast<cuuint64_t>(s.in_w),
              h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
@@ -726,17 +784,17 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
     const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan));
     const cuuint64_t row = bytes(x.w);
     if (parts > 1) {
-      return tiled_map<4>("x", dtype, a.x, {channels, pixels, c / channels, 1},
+      return tiled_map<4>("x", type, a.x, {channels, pixels, c / channels, 1},
                           {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
                           {1, 1, 1, 1}, swizzle);
     }
-    return tiled_map<4>("x", dtype, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
+    return tiled_map<4>("x", type, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
                         {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, swizzle);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
   if (plan.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
-    return tiled_map<4>("x", dtype, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
+    return tiled_map<4>("x", type, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
                         {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, swizzle);
   }
   static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
@@ -745,8 +803,8 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
   const int upper[2] = {s.pad_w - (s.kernel_w - 1) * s.dilation_w, s.pad_h - (s.kernel_h - 1) * s.dilation_h};
   const cuuint32_t step[4] = {1, step_w, step_h, 1};
   CUtensorMap map;
-  check_map(encode(&map, map_type(dtype), 4, const_cast<void*>(a.x), size, stride, lower, upper, channels, kTilePixels,
-                   step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  check_map(encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels, kTilePixels, step,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
             "x");
   return map;
@@ -757,18 +815,21 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
 CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int rows, int columns, int step_h,
                        int step_w) {
   const ConvShape& s = a.shape;
-  const auto c = static_cast<cuuint64_t>(round_up(s.in_channels, 8)), k = static_cast<cuuint64_t>(s.out_channels);
-  const auto block = static_cast<cuuint32_t>(plan.row_bytes / 2), channels = static_cast<cuuint32_t>(plan.channels);
-  const cuuint64_t tap = c * 2, row = tap * s.kernel_w, filter = row * s.kernel_h;
+  const CUtensorMapDataType type = operand_type(dtype);
+  const auto c = static_cast<cuuint64_t>(round_up(s.in_channels, 16 / plan.element_bytes)),
+             k = static_cast<cuuint64_t>(s.out_channels);
+  const auto block = static_cast<cuuint32_t>(plan.row_bytes / plan.element_bytes),
+             channels = static_cast<cuuint32_t>(plan.channels);
+  const cuuint64_t tap = c * plan.element_bytes, row = tap * s.kernel_w, filter = row * s.kernel_h;
   const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   if (plan.mode == PixelMode::kRows && columns > 1) {  // blocks of channels in the place of columns
-    return tiled_map<4>("weight", dtype, a.weight, {block, k, c / block, 1},
+    return tiled_map<4>("weight", type, a.weight, {block, k, c / block, 1},
                         {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
                         {1, 1, 1, 1}, swizzle);
   }
   // A box is counted in elements before striding.
   const auto extent = [](int count, int step) { return static_cast<cuuint32_t>((count - 1) * step + 1); };
-  return tiled_map<4>("weight", dtype, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
+  return tiled_map<4>("weight", type, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
                       {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
                       {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, swizzle);
 }
@@ -794,7 +855,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
   if (s.pointwise()) {
     add_map(1, together, 1, 1);
     for (int part = 0; part < plan.parts; ++part) {
-      if (part % together == 0) add_group(part * plan.row_bytes / 2, 0, 0, together);
+      if (part % together == 0) add_group(part * plan.row_bytes / plan.element_bytes, 0, 0, together);
       k.tap_offset[taps++] = part * kTilePixels * plan.row_bytes / 16;
     }
     add_plane(0, 0, 0);
@@ -840,8 +901,9 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
 
 template <class T, int kChannels>
 void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(T), kChunk = kLanesOf16Bytes<T>;
   const ConvShape& s = a.shape;
-  const Strides x = effective_strides(s, a.x_strides);
+  const Strides x = effective_strides(s, a.x_strides, kBytes);
   Sm90Plan plan = wanted;
   // A 1x1 over pixels that are not evenly spaced (a crop of a map), whose blocks of channels are copied one by one.
   if (plan.mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) {
@@ -855,21 +917,21 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   KernelArgs k;
   k.x = pixel_map(a, dtype, plan, x);
   fill_taps(k, a, dtype, plan);
-  k.store_boxes = a.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
-  const int aligned =
-      s.out_channels | static_cast<int>(a.y_stride % 4) | static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / 2 % 4);
+  k.store_boxes = a.y_stride % kChunk == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
+  const int aligned = s.out_channels | static_cast<int>(a.y_stride % 4) |
+                      static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / kBytes % 4);
   k.store_lanes = aligned % 4 == 0 ? 4 : aligned % 2 == 0 ? 2 : 1;
   if (k.store_boxes) {
-    constexpr cuuint32_t kBox = sm90_store_channels(kChannels);
-    const auto pixel = static_cast<cuuint64_t>(a.y_stride) * 2, channels = static_cast<cuuint64_t>(s.out_channels);
-    const auto swizzle = map_swizzle(kBox * 2);
+    constexpr cuuint32_t kBox = sm90_store_channels(kChannels, kBytes);
+    const auto pixel = static_cast<cuuint64_t>(a.y_stride) * kBytes, channels = static_cast<cuuint64_t>(s.out_channels);
+    const auto swizzle = map_swizzle(kBox * kBytes);
     if (mode == PixelMode::kWindow) {
       const auto q = static_cast<cuuint64_t>(s.out_w), p = static_cast<cuuint64_t>(s.out_h);
-      k.y = tiled_map<4>("y", dtype, a.y, {channels, q, p, static_cast<cuuint64_t>(s.batch)},
+      k.y = tiled_map<4>("y", map_type(dtype), a.y, {channels, q, p, static_cast<cuuint64_t>(s.batch)},
                          {pixel, pixel * q, pixel * q * p}, {kBox, 8, 2, 1}, {1, 1, 1, 1}, swizzle);
     } else {
       const auto pixels = static_cast<cuuint64_t>(s.out_pixels());
-      k.y = tiled_map<4>("y", dtype, a.y, {channels, pixels, 1, 1}, {pixel, pixel * pixels, pixel * pixels},
+      k.y = tiled_map<4>("y", map_type(dtype), a.y, {channels, pixels, 1, 1}, {pixel, pixel * pixels, pixel * pixels},
                          {kBox, 16, 1, 1}, {1, 1, 1, 1}, swizzle);
     }
   } else {
@@ -883,15 +945,15 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   k.tile_channels = kChannels;
   k.out_channels = s.out_channels;
   k.row_bytes = plan.row_bytes;
-  const int stage_channels = plan.parts * plan.row_bytes / 2;
-  k.blocks = ceil_div(s.in_channels, stage_channels);
+  const int stage_channels = plan.parts * plan.row_bytes / kBytes;
+  k.blocks = sm90_blocks(s, plan);
   k.last_block_steps =
-      plan.parts == 1 ? ceil_div(s.in_channels - (k.blocks - 1) * stage_channels, 16) : plan.row_bytes / 32;
+      plan.parts == 1 ? ceil_div((s.in_channels - (k.blocks - 1) * stage_channels) * kBytes, 32) : plan.row_bytes / 32;
   const bool whole = plan.mode == PixelMode::kRows && sm90_group_taps(s, plan) > 1;
   k.block_channels = whole ? 0 : stage_channels;
   k.block_columns = whole ? plan.parts : 0;
   k.pixel_copies = whole ? 1 : plan.parts;
-  k.copy_channels = plan.row_bytes / 2;
+  k.copy_channels = plan.row_bytes / kBytes;
   k.copy_bytes = kTilePixels * plan.row_bytes;
   k.group_bytes = (mode == PixelMode::kWindow ? window.w : 8) * plan.row_bytes;
   k.pixel_stages = plan.pixel_stages;
@@ -931,7 +993,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   k.y_stride = a.y_stride;
   k.residual = a.residual;
   k.residual_stride = a.residual_strides.w;
-  k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % 8 == 0;
+  k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
 
   constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels>;
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
@@ -974,6 +1036,7 @@ void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan,
   switch (dtype) {
     case DType::kFloat16: return choose<__half>(args, dtype, plan, stream);
     case DType::kBFloat16: return choose<__nv_bfloat16>(args, dtype, plan, stream);
+    case DType::kFloat32: return choose<float>(args, dtype, plan, stream);
     default: fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
   }
 }
