@@ -184,10 +184,9 @@ def test_rings_are_no_longer_than_what_passes_through_them():
 
 
 @needs_sm90
-def test_plans_of_half_a_multiprocessor_are_weighed_too():
-    plans = sm90_plans(cases.Case("long", 256, 256, 80, 80, batch=32))
-    ways = [way for way, _, _ in plans]
-    assert any(ways.count(way) == 2 for way in ways) and max(map(ways.count, ways)) == 2
+def test_each_plan_has_its_stages():
+    ways = [way for way, _, _ in sm90_plans(cases.Case("long", 256, 256, 80, 80, batch=32))]
+    assert len(ways) > 20 and len(set(ways)) == len(ways)
 
 
 @needs_sm90
