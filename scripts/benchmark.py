@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import records
 from records import RECORDS, ROOT
@@ -40,6 +40,8 @@ MODELS = ("yolo12n", "yolo12s", "yolo12m", "yolo12l", "yolo12x")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PEERS = ("eager", "cudnn", "compile")
 TARGETS = ("sm80", "sm90")
+T = TypeVar("T")
+
 IDENTITY = ("model", "batch", "imgsz", "dtype", "tf32", "target")
 """What a set of a record is known by."""
 
@@ -97,13 +99,17 @@ def path_of(text: str) -> Path:
     return Path(text).absolute()
 
 
+def flag(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
 _KEYS: Keys = {
     "model": (several(MODELS), f"some of {','.join(MODELS)}"),
     "batch": (batches, "numbers from 1, as in 1,32"),
     "dtype": (several(DTYPES), f"some of {','.join(DTYPES)}"),
     "imgsz": (image_size, "a multiple of 32"),
     "peers": (several(PEERS), f"some of {','.join(PEERS)}"),
-    "tf32": (lambda text: {"true": True, "false": False}[text.lower()], "True or False"),
+    "tf32": (flag, "True or False"),
     "target": (lambda text: {name: name for name in TARGETS}[text], f"one of {', '.join(TARGETS)}"),
     "replays": (positive, "a number from 1"),
     "rows": (lambda text: None if text == "all" else positive(text), "a number from 1, or all"),
@@ -112,17 +118,21 @@ _KEYS: Keys = {
 }
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Options out of KEY=VALUE arguments.
+def fill(options: T, arguments: Sequence[str], keys: Keys) -> T:
+    """`options` with the attributes that KEY=VALUE arguments name set.
 
     Raises:
         UsageError: an argument that is unknown or out of range.
     """
-    options = Options()
     for argument in arguments:
-        key, value = parse_pair(argument, _KEYS)
+        key, value = parse_pair(argument, keys)
         setattr(options, key, value)
     return options
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options out of KEY=VALUE arguments; raises as `fill`."""
+    return fill(Options(), arguments, _KEYS)
 
 
 # ---------------------------------------------------------------------------------------------------------- measure

@@ -89,7 +89,10 @@ def measure(
             return function, {"compile_s": round(time.perf_counter() - start, 2)}
 
         makers: dict[str, Callable[[], tuple[Call, dict[str, Any]]]] = {
-            "ours": lambda: (lambda: ops.conv_bn_act(**arguments), {"kernel": _kernel(case, dtype, tf32)}),
+            "ours": lambda: (
+                lambda: ops.conv_bn_act(**arguments),
+                {"kernel": ops.describe_kernel(**menu_query(case, dtype, tf32))},
+            ),
             "eager": lambda: (eager, {}),
             "cudnn": lambda: _cudnn(case, inputs.x, folded, bias, tf32, distance),
             "compile": compiled,
@@ -112,19 +115,20 @@ def measure(
     }
 
 
-def _kernel(case: cases.Case, dtype: torch.dtype, tf32: bool) -> str:
+def menu_query(case: cases.Case, dtype: torch.dtype, tf32: bool) -> dict[str, Any]:
+    """What `ops.describe_kernel` and `ops.kernel_candidates` ask for, on this GPU."""
     major, minor = torch.cuda.get_device_capability()
-    return ops.describe_kernel(
-        (case.batch, case.ci, case.h, case.w),
-        (case.co, case.ci // case.groups, *case.kernel),
-        case.stride,
-        case.padding,
-        case.dilation,
-        case.groups,
-        dtype,
-        tf32=tf32 and dtype is torch.float32,
-        capability=10 * major + minor,
-    )
+    return {
+        "x_size": (case.batch, case.ci, case.h, case.w),
+        "weight_size": (case.co, case.ci // case.groups, *case.kernel),
+        "stride": case.stride,
+        "padding": case.padding,
+        "dilation": case.dilation,
+        "groups": case.groups,
+        "dtype": dtype,
+        "tf32": tf32 and dtype is torch.float32,
+        "capability": 10 * major + minor,
+    }
 
 
 def capture(call: Call) -> torch.cuda.CUDAGraph:

@@ -41,7 +41,7 @@ from records import ROOT
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package of this checkout, and tests/cases.py
 import cases  # noqa: E402
 
-from yolo12_fastconv._arguments import Keys, UsageError, parse_pair, positive  # noqa: E402
+from yolo12_fastconv._arguments import Keys, UsageError, positive  # noqa: E402
 
 Vector = NDArray[np.float64]
 
@@ -69,10 +69,6 @@ class Options:
     write: bool = False
 
 
-def _flag(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
 _SWEEP_KEYS: Keys = {
     "model": (benchmark.several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
     "batch": (benchmark.batches, "numbers from 1, as in 1,32"),
@@ -86,22 +82,14 @@ _SWEEP_KEYS: Keys = {
 _FIT_KEYS: Keys = {
     "sweep": (lambda text: tuple(Path(part) for part in text.split(",")), "files that sweep wrote"),
     "seconds": (benchmark.seconds_of, "seconds"),
-    "validate": (_flag, "True or False"),
-    "write": (_flag, "True or False"),
+    "validate": (benchmark.flag, "True or False"),
+    "write": (benchmark.flag, "True or False"),
 }
 
 
 def parse(arguments: Sequence[str], keys: Keys) -> Options:
-    """Options out of KEY=VALUE arguments.
-
-    Raises:
-        UsageError: an argument that is unknown or out of range.
-    """
-    options = Options()
-    for argument in arguments:
-        key, value = parse_pair(argument, keys)
-        setattr(options, key, value)
-    return options
+    """Options out of KEY=VALUE arguments; raises as `benchmark.fill`."""
+    return benchmark.fill(Options(), arguments, keys)
 
 
 def layer_of(case: cases.Case) -> tuple[Any, ...]:
@@ -193,22 +181,11 @@ def sweep(options: Options) -> int:
 
 def candidates_of(case: cases.Case, dtype: Any) -> list[str]:
     """Names of the kernels that can serve a layer on this GPU, the best estimate first."""
-    import torch
+    import layer_timing
 
     from yolo12_fastconv import ops
 
-    major, minor = torch.cuda.get_device_capability()
-    return ops.kernel_candidates(
-        (case.batch, case.ci, case.h, case.w),
-        (case.co, case.ci // case.groups, *case.kernel),
-        case.stride,
-        case.padding,
-        case.dilation,
-        case.groups,
-        dtype,
-        tf32=False,
-        capability=10 * major + minor,
-    )
+    return ops.kernel_candidates(**layer_timing.menu_query(case, dtype, tf32=False))
 
 
 # -------------------------------------------------------------------------------------------------------------- fit
