@@ -189,7 +189,7 @@ def output_plane(conv: Any, weight: Tensor, x: Tensor) -> tuple[int, int]:
 
 def exporting() -> bool:
     # Traced and exported graphs shall hold standard operators. An ONNX export is one or the other.
-    return torch.jit.is_tracing() or torch.compiler.isexporting()
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def is_fused_forward(block: nn.Module, forward: Any) -> bool:

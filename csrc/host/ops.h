@@ -16,6 +16,11 @@ Tensor conv_bn_act(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor 
                    std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
                    int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32);
 
+void conv_bn_act_out(Tensor x, Tensor weight, Tensor out, OptionalTensor bias, OptionalTensor bn_weight,
+                     OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
+                     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding,
+                     std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32);
+
 Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight,
                            OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
                            std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
