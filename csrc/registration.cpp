@@ -10,6 +10,8 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
   m.impl("conv_bn_act_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_backward));
   m.impl("conv_bn_act_train", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train));
   m.impl("conv_bn_act_train_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_backward));
+  m.impl("area_attention", TORCH_BOX(&yolo12_fastconv::area_attention));
+  m.impl("area_attention_backward", TORCH_BOX(&yolo12_fastconv::area_attention_backward));
   m.impl("update_running_stats_", TORCH_BOX(&yolo12_fastconv::update_running_stats_));
 }
 

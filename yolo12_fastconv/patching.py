@@ -268,7 +268,9 @@ def _plan(
         elif _config.disabled():
             reason = f"{_config.DISABLE} is set"
         elif unwanted or not wanted:
-            reason = "left out by include, exclude or attention" if larger else "left out by include or exclude"
+            reason = (
+                "left out by include, exclude or attention" if larger else "left out by include or exclude"
+            )
         else:
             reason = _why_not_fused(block) if larger else _why_not(block)
         if reason is not None:

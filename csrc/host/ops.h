@@ -43,6 +43,13 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
 void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
                            Tensor var, std::optional<double> momentum, int64_t count);
 
+using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor>;
+
+AttentionOutputs area_attention(Tensor qkv, int64_t num_heads, int64_t area, double scale, bool with_values);
+
+Tensor area_attention_backward(Tensor grad_out, OptionalTensor grad_values, Tensor qkv, Tensor out, Tensor logsumexp,
+                               int64_t num_heads, int64_t area, double scale);
+
 std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
                             ScalarType dtype, bool allow_tf32, int64_t capability);
