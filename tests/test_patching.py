@@ -39,7 +39,16 @@ from ultralytics.nn.modules.conv import (
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils import LOGGER
 
-from yolo12_fastconv import PatchError, blocks, ops, patch_model, patch_report, patching, registry, unpatch_model
+from yolo12_fastconv import (
+    PatchError,
+    blocks,
+    ops,
+    patch_model,
+    patch_report,
+    patching,
+    registry,
+    unpatch_model,
+)
 from yolo12_fastconv.blocks import FastConv, FastDWConv
 from yolo12_fastconv.patching import patch_modules
 
