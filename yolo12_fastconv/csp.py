@@ -103,7 +103,8 @@ class FastA2C2f(FusedBlock, A2C2f):
     `x` where the block has one."""
 
     _stock: Any = A2C2f
-    _stock_args = (1, 64, 0)
+    # With a gamma: one that is None would be a plain attribute, and hide the unpickled parameter.
+    _stock_args = (1, 64, 0, True, 1, True)
     fuses = "concat in place"
     samples: ClassVar[Any] = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2))
 
