@@ -38,6 +38,13 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
 void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
                            Tensor var, std::optional<double> momentum, int64_t count);
 
+Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales, ScalarType dtype);
+
+Tensor upsample_nearest_backward(Tensor grad_y);
+
+std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
+                                                 OptionalTensor bin_values, Tensor points, Tensor steps, bool xywh);
+
 std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
                             ScalarType dtype, bool allow_tf32, int64_t capability);
