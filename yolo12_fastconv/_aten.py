@@ -11,7 +11,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from yolo12_fastconv._shapes import check_channels, check_residual, check_statistics, output_size
+from yolo12_fastconv._shapes import check_channels, check_out, check_residual, check_statistics, output_size
 from yolo12_fastconv.reference import SILU
 
 aten = torch.ops.aten
@@ -121,6 +121,33 @@ def conv_bn_act(
             u = aten.native_batch_norm(u, bn_weight, bn_bias, running_mean, running_var, False, 0.0, eps)[0]
             u = _in_format(u, layout)
         return _finish(u, act, residual)
+
+
+def conv_bn_act_out(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+) -> None:
+    check_out(out, output_size(x, weight, stride, padding, dilation, groups), x, dtype)
+    y = conv_bn_act(
+        x, weight, bias, bn_weight, bn_bias, running_mean, running_var, eps, residual, stride, padding, dilation,
+        groups, act, dtype, allow_tf32,
+    )  # fmt: skip
+    out.copy_(y)
 
 
 def conv_bn_act_backward(

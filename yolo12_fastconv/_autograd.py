@@ -35,6 +35,16 @@ def conv_bn_act(*arguments: Any) -> Tensor:
         return _ops.conv_bn_act.default(*arguments)
 
 
+def conv_bn_act_out(*arguments: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+        raise RuntimeError(
+            "yolo12_fastconv: conv_bn_act_out has no gradient, since it writes to its argument: use conv_bn_act, or "
+            "call it under torch.no_grad()"
+        )
+    with _BelowAutograd():
+        _ops.conv_bn_act_out.default(*arguments)
+
+
 def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
         return _Training.apply(*arguments)

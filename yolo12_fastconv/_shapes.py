@@ -171,3 +171,14 @@ def check_detect(
             lambda: "points and steps must have the dtype and device of boxes",
         )
     return batch, channels, classes, anchors
+
+
+def check_out(out: Tensor, size: list[int], x: Tensor, dtype: torch.dtype) -> None:
+    """The tensor to write to: the result's size and dtype, on the device of `x`."""
+    _require(
+        list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}"
+    )
+    _require(
+        out.dtype == dtype and out.device == x.device,
+        lambda: f"out must be {dtype} on {x.device}, got {out.dtype} on {out.device}",
+    )

@@ -75,61 +75,26 @@ class FastConv(StockPickle, Conv):
 
     def forward(self, x: Tensor) -> Tensor:
         """``act(bn(conv(x)))``: batch statistics and buffer updates as `torch.nn.BatchNorm2d` would have them."""
-        conv, bn, act = _child(self, "conv"), _child(self, "bn"), _child(self, "act")
-        if _exporting():
-            return act(bn(conv(x)))
-        reason = structure_reason(conv, bn, act)
-        if reason is None:
-            weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
-            gamma, beta = _parameter(bn, "weight"), _parameter(bn, "bias")
-            mean, var = _buffer(bn, "running_mean"), _buffer(bn, "running_var")
-            counter = _buffer(bn, "num_batches_tracked")
-            batch_statistics = bn.training or (mean is None and var is None)
-            reason = (
-                _input_reason(x, weight, bias)
-                or _bn_reason(x, gamma, beta, mean, var, counter)
-                or (_single_value_reason(conv, weight, x) if batch_statistics and x.shape[0] == 1 else None)
-            )
-        if "_fc_strict" in self.__dict__ or _config.strict():
-            _require_kernel(self, x, reason)
-        if reason is not None:
-            return act(bn(conv(x)))
-        fused = _FUSED_ACTIVATIONS.get(type(act))
-        if batch_statistics:
-            y, batch_mean, batch_var = ops.conv_bn_act_train(
-                x, weight, bias, gamma, beta, bn.eps, None, conv.stride, conv.padding, conv.dilation, conv.groups,
-                fused or "identity",
-            )  # fmt: skip
-            if bn.training and bn.track_running_stats and mean is not None:
-                count = y.numel() // y.shape[1]
-                ops.update_running_stats_(mean, var, counter, batch_mean, batch_var, bn.momentum, count)
-                _save_something(y)
-        else:
-            y = ops.conv_bn_act(
-                x, weight, bias, ops.BatchNormState(gamma, beta, mean, var, bn.eps), None, conv.stride, conv.padding,
-                conv.dilation, conv.groups, fused or "identity",
-            )  # fmt: skip
-        return y if fused else act(y)
+        return _run(self, child(self, "bn"), x)
 
     # The name under which Ultralytics' `fuse()` installs it, and under which it is pickled.
     def forward_fuse(self, x: Tensor) -> Tensor:
         """``act(conv(x))``: the forward after Ultralytics' ``fuse()``, which folds the batch norm into `conv`."""
-        conv, act = _child(self, "conv"), _child(self, "act")
-        if _exporting():
-            return act(conv(x))
-        reason = structure_reason(conv, None, act)
-        if reason is None:
-            weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
-            reason = _input_reason(x, weight, bias)
-        if "_fc_strict" in self.__dict__ or _config.strict():
-            _require_kernel(self, x, reason)
-        if reason is not None:
-            return act(conv(x))
-        fused = _FUSED_ACTIVATIONS.get(type(act))
-        y = ops.conv_bn_act(
-            x, weight, bias, None, None, conv.stride, conv.padding, conv.dilation, conv.groups, fused or "identity"
-        )  # fmt: skip
-        return y if fused else act(y)
+        return _run(self, None, x)
+
+    def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``self(x) + residual`` as one op, for blocks that hold this one and know that nobody watches it.
+
+        Args:
+            x: as for `forward`.
+            residual: tensor to add, of any dtype; the sum is in the dtype that ``+`` gives it.
+            out: where to write the result if that can be done: a channel slice of a larger tensor, for example. Not
+                with autograd, and not while compiling.
+
+        Returns:
+            `out` if it was written, else another tensor.
+        """
+        return _run(self, None if "forward" in self.__dict__ else child(self, "bn"), x, residual, out)
 
 
 class FastDWConv(FastConv, DWConv):
@@ -145,26 +110,109 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in 
 """Fast class to stock class."""
 
 
-def _exporting() -> bool:
+def _run(
+    block: FastConv, bn: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`."""
+    conv, act = child(block, "conv"), child(block, "act")
+    if exporting():
+        return _as_stock(conv, bn, act, x, residual)
+    reason = structure_reason(conv, bn, act)
+    batch_statistics = False
+    if reason is None:
+        weight, bias = parameter(conv, "weight"), parameter(conv, "bias")
+        reason = _input_reason(x, weight, bias)
+        if bn is not None:
+            gamma, beta = parameter(bn, "weight"), parameter(bn, "bias")
+            mean, var = buffer(bn, "running_mean"), buffer(bn, "running_var")
+            counter = buffer(bn, "num_batches_tracked")
+            batch_statistics = bn.training or (mean is None and var is None)
+            reason = (
+                reason
+                or _bn_reason(x, gamma, beta, mean, var, counter)
+                or (_single_value_reason(conv, weight, x) if batch_statistics and x.shape[0] == 1 else None)
+            )
+    if "_fc_strict" in block.__dict__ or _config.strict():
+        _require_kernel(block, x, reason)
+    if reason is not None:
+        return _as_stock(conv, bn, act, x, residual)
+    fused = _FUSED_ACTIVATIONS.get(type(act))
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups, fused or "identity")
+    later = None
+    if residual is not None and not (fused and _fits(residual, conv, weight, x)):
+        later, residual = residual, None
+    if batch_statistics:
+        y, batch_mean, batch_var = ops.conv_bn_act_train(
+            x, weight, bias, gamma, beta, bn.eps, residual, *geometry
+        )
+        if bn.training and bn.track_running_stats and mean is not None:
+            count = y.numel() // y.shape[1]
+            ops.update_running_stats_(mean, var, counter, batch_mean, batch_var, bn.momentum, count)
+            _save_something(y)
+    else:
+        state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
+        if out is not None and fused and later is None and _fits(out, conv, weight, x):
+            ops.conv_bn_act_out(x, weight, out, bias, state, residual, *geometry)
+            return out
+        y = ops.conv_bn_act(x, weight, bias, state, residual, *geometry)
+    if not fused:
+        y = act(y)
+    return y if later is None else later + y
+
+
+def _as_stock(conv: Any, bn: Any, act: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    y = act(conv(x)) if bn is None else act(bn(conv(x)))
+    return y if residual is None else residual + y
+
+
+def _fits(tensor: Tensor, conv: Any, weight: Tensor, x: Tensor) -> bool:
+    """Whether `tensor` is a plain one of the convolution's output size, dtype and device: nothing would be promoted
+    or broadcast."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype is ops.compute_dtype(x)
+        and tensor.device == x.device
+        and tensor.shape == (x.shape[0], weight.shape[0], *output_plane(conv, weight, x))
+    )
+
+
+def output_plane(conv: Any, weight: Tensor, x: Tensor) -> tuple[int, int]:
+    """Height and width of the convolution's output."""
+    _n, _c, height, width = x.shape
+    _k, _c, r, s = weight.shape
+    (pad_h, pad_w), (step_h, step_w), (gap_h, gap_w) = conv.padding, conv.stride, conv.dilation
+    return (
+        (height + 2 * pad_h - gap_h * (r - 1) - 1) // step_h + 1,
+        (width + 2 * pad_w - gap_w * (s - 1) - 1) // step_w + 1,
+    )
+
+
+def exporting() -> bool:
     # Traced and exported graphs shall hold standard operators. An ONNX export is one or the other.
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def is_fused_forward(block: nn.Module, forward: Any) -> bool:
+    """Whether `forward` is the block's own `forward_fuse`, as Ultralytics' ``fuse()`` leaves it."""
+    functions = (Conv.forward_fuse, FastConv.forward_fuse)
+    return getattr(forward, "__self__", None) is block and getattr(forward, "__func__", None) in functions
 
 
 # The three functions below are `getattr` without its search through parameters, buffers and children, which would take
 # more time than all other checks. A child may also be a plain attribute: DataParallel and FSDP replace parameters so.
 
 
-def _child(module: nn.Module, name: str) -> Any:
+def child(module: nn.Module, name: str) -> Any:
     table = module._modules
     return table[name] if name in table else getattr(module, name)
 
 
-def _parameter(module: nn.Module, name: str) -> Any:
+def parameter(module: nn.Module, name: str) -> Any:
     table = module._parameters
     return table[name] if name in table else getattr(module, name)
 
 
-def _buffer(module: nn.Module, name: str) -> Any:
+def buffer(module: nn.Module, name: str) -> Any:
     table = module._buffers
     return table[name] if name in table else getattr(module, name)
 
@@ -195,10 +243,10 @@ def structure_reason(conv: Any, bn: Any, act: Any) -> str | None:
     if type(conv.padding) is not tuple:
         return f"padding is {conv.padding!r}"
     if bn is not None:
-        mean, var = _buffer(bn, "running_mean"), _buffer(bn, "running_var")
+        mean, var = buffer(bn, "running_mean"), buffer(bn, "running_var")
         if (mean is None) is not (var is None):
             return "bn has only one of running_mean and running_var"
-        if mean is None and _buffer(bn, "num_batches_tracked") is not None:
+        if mean is None and buffer(bn, "num_batches_tracked") is not None:
             return "bn counts batches without running statistics"
     return None
 
@@ -278,16 +326,7 @@ def _bn_reason(
 
 def _single_value_reason(conv: Any, weight: Tensor, x: Tensor) -> str | None:
     # Of one value per channel there are no batch statistics: stock raises ValueError.
-    for axis in (0, 1):
-        spare = (
-            x.shape[2 + axis]
-            + 2 * conv.padding[axis]
-            - conv.dilation[axis] * (weight.shape[2 + axis] - 1)
-            - 1
-        )
-        if spare // conv.stride[axis] != 0:
-            return None
-    return "batch statistics of one value per channel"
+    return "batch statistics of one value per channel" if output_plane(conv, weight, x) == (1, 1) else None
 
 
 def _save_something(y: Tensor) -> None:

@@ -23,6 +23,7 @@ from yolo12_fastconv._shapes import (
     check_channels,
     check_concat,
     check_detect,
+    check_out,
     check_residual,
     check_statistics,
     output_size,
@@ -33,6 +34,7 @@ __all__ = [
     "BatchNormState",
     "concat_channels",
     "conv_bn_act",
+    "conv_bn_act_out",
     "conv_bn_act_train",
     "detect_decode",
     "update_running_stats_",
@@ -50,6 +52,9 @@ _GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_w
 
 SCHEMAS = {
     "conv_bn_act": f"(Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, Tensor? residual, {_GEOMETRY}) -> Tensor",
+    "conv_bn_act_out": (
+        f"(Tensor x, Tensor weight, Tensor(a!) out, Tensor? bias, {_BN_EVAL}, Tensor? residual, {_GEOMETRY}) -> ()"
+    ),
     "conv_bn_act_backward": (
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, {_BN_EVAL}, {_GEOMETRY}, bool[5] output_mask)"
         f" -> {_GRADS}"
@@ -182,6 +187,40 @@ def conv_bn_act(
     op = _ops.conv_bn_act.default if torch.compiler.is_compiling() else _autograd.conv_bn_act
     return op(
         x, weight, bias, bn_weight, bn_bias, mean, var, eps, residual, stride, padding, dilation, groups,
+        ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
+    )  # fmt: skip
+
+
+def conv_bn_act_out(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    bn: BatchNormState | None = None,
+    residual: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    act: str = "silu",
+) -> None:
+    """`conv_bn_act` that writes its result into `out`: a channel slice of a larger tensor saves its concat.
+
+    Args:
+        x, weight, bias, bn, residual, stride, padding, dilation, groups, act: as `conv_bn_act`. None may share memory
+            with `out`.
+        out: (N, K, P, Q) in the dtype of the result. A kernel writes it directly if it is NHWC or a channel slice of
+            NHWC, its pixels evenly spaced and each at a multiple of 16 bytes; else the result is copied there.
+
+    Raises:
+        RuntimeError: as `conv_bn_act`; `out` of another size, dtype or device; a gradient would be wanted, which an op
+            that writes to its argument has not.
+    """
+    dtype = compute_dtype(x)
+    bn_weight, bn_bias, mean, var, eps = bn if bn is not None else (None, None, None, None, 0.0)
+    op = _ops.conv_bn_act_out.default if torch.compiler.is_compiling() else _autograd.conv_bn_act_out
+    op(
+        x, weight, out, bias, bn_weight, bn_bias, mean, var, eps, residual, stride, padding, dilation, groups,
         ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
     )  # fmt: skip
 
@@ -339,6 +378,18 @@ def _(
     return _empty_output(x, weight, size, dtype)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_out", lib=_lib)
+def _(
+    x, weight, out, bias, bn_weight, bn_bias, running_mean, running_var, eps, residual, stride, padding, dilation,
+    groups, act, dtype, allow_tf32,
+):  # fmt: skip
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_statistics(size[1], x, running_mean, running_var)
+    check_residual(residual, size)
+    check_out(out, size, x, dtype)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train", lib=_lib)
 def _(
     x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32
@@ -411,6 +462,7 @@ def _(boxes, scores, bin_values, points, steps, xywh):
 
 for _name in (
     "conv_bn_act",
+    "conv_bn_act_out",
     "conv_bn_act_train",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",

@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from yolo12_fastconv import _compat, _config, blocks, ops
-from yolo12_fastconv.blocks import FAST, STOCK, Conv
+from yolo12_fastconv import _compat, _config, blocks, ops, registry
+from yolo12_fastconv.blocks import FAST, STOCK, Conv, is_fused_forward
+from yolo12_fastconv.registry import FUSED, UNFUSED
 
-from ultralytics.engine.model import Model  # isort: skip  (blocks has checked that Ultralytics can be imported)
+# blocks has checked that Ultralytics can be imported.
+from ultralytics.engine.model import Model  # isort: skip
+from ultralytics.nn.modules.block import AAttn  # isort: skip
 
 __all__ = [
     "LayerRow",
@@ -52,17 +55,23 @@ class PatchSummary:
     """What `patch_modules` did, by names of blocks."""
 
     swapped: list[str] = field(default_factory=list)
-    """Blocks that this call swapped."""
+    """`Conv` blocks that this call swapped."""
     already: list[str] = field(default_factory=list)
-    """Blocks that were patched before."""
+    """`Conv` blocks that were patched before."""
     kept: dict[str, str] = field(default_factory=dict)
-    """Blocks that stay stock, each with the reason."""
+    """`Conv` blocks that stay stock, each with the reason."""
+    fused: list[str] = field(default_factory=list)
+    """Larger blocks (`registry.FUSED`) that this call swapped."""
+    already_fused: list[str] = field(default_factory=list)
+    """Larger blocks that were patched before."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """Larger blocks that stay stock, each with the reason."""
     strict: list[str] = field(default_factory=list)
     """Patched blocks that this call set to raise instead of falling back."""
 
     @property
     def patched(self) -> int:
-        """Number of patched blocks after the call."""
+        """Number of patched `Conv` blocks after the call."""
         return len(self.swapped) + len(self.already)
 
     @property
@@ -70,17 +79,30 @@ class PatchSummary:
         """Number of `Conv` blocks, subclasses included."""
         return self.patched + len(self.kept)
 
+    @property
+    def patched_fused(self) -> int:
+        """Number of patched larger blocks after the call."""
+        return len(self.fused) + len(self.already_fused)
+
     def reasons(self) -> str:
-        """Each distinct reason for keeping a block, with its count and first block."""
-        counts = Counter(self.kept.values())
-        first = {reason: name for name, reason in reversed(self.kept.items())}
-        return "; ".join(f"{count} kept: {reason} ({first[reason]})" for reason, count in counts.items())
+        """Each distinct reason for keeping a `Conv` block, with its count and first block."""
+        return _reasons(self.kept)
 
     def __str__(self) -> str:
         text = f"{self.patched} of {self.total} Conv blocks patched"
         if self.already:
             text += f", {len(self.swapped)} of them new"
-        return f"{text}; {self.reasons()}" if self.kept else text
+        larger = self.patched_fused + len(self.unfused)
+        if larger:
+            text += f", {self.patched_fused} of {larger} larger blocks fused"
+        reasons = "; ".join(filter(None, (_reasons(self.kept), _reasons(self.unfused))))
+        return f"{text}; {reasons}" if reasons else text
+
+
+def _reasons(kept: dict[str, str]) -> str:
+    counts = Counter(kept.values())
+    first = {reason: name for name, reason in reversed(kept.items())}
+    return "; ".join(f"{count} kept: {reason} ({first[reason]})" for reason, count in counts.items())
 
 
 def patch_model(
@@ -88,21 +110,27 @@ def patch_model(
     *,
     include: Selector = None,
     exclude: Selector = None,
+    attention: bool = True,
     inplace: bool = True,
     strict: bool = False,
 ) -> AnyModule:
-    """Make every eligible `Conv` and `DWConv` block of a model run as one fused op, forward and backward.
+    """Make every eligible block of a model run fused, forward and backward.
 
-    The blocks' classes are swapped; parameters, buffers and everything else stay the same objects. Idempotent. A
+    `Conv` and `DWConv` blocks become one op each. The larger blocks that are made of them (`yolo12_fastconv.registry`
+    lists the types) hand residuals, and in inference the places of their concats, down to these, and `AAttn` has an
+    attention kernel. The blocks' classes are swapped; parameters, buffers and everything else stay the same objects. Idempotent. A
     patched `ultralytics.YOLO` also trains patched. Logs one line.
 
     Args:
         model: `ultralytics.YOLO` or another Ultralytics `Model`, a task model such as `DetectionModel`, or any module
             that holds Ultralytics blocks or is one, fused or not, also wrapped by DistributedDataParallel,
             DataParallel or ``torch.compile``.
-        include: blocks to patch: a name pattern ("model.0.*", as `fnmatch`), several, or a callable
-            ``(name, block) -> bool``; None means all. Names are those of `named_modules()` of the innermost model.
+        include: blocks to patch: a name pattern ("model.0.*", as `fnmatch`), the name of a stock class ("Conv",
+            "C3k2"), several of these, or a callable ``(name, block) -> bool``; None means all. Names are those of
+            `named_modules()` of the innermost model. Each block is asked about by itself: "model.6" is the block of
+            that name without those inside it, "model.6*" both.
         exclude: blocks to leave stock, in the same forms; it wins over `include`.
+        attention: False leaves the attention of `AAttn` blocks to stock, like ``exclude="AAttn"``.
         inplace: False copies the model and its weights first and patches the copy.
         strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
             anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
@@ -122,13 +150,14 @@ def patch_model(
         )
     network = _network(model)
     include, exclude = _several(include), _several(exclude)
+    options: dict[str, Any] = dict(include=include, exclude=exclude, attention=attention, strict=strict)
     logger = _compat.get_logger()
     if _config.disabled():
         logger.info("yolo12_fastconv: %s is set, the model stays unpatched", _config.DISABLE)
         return model if inplace else _copy(model)
     # Everything that can fail comes before the first change.
-    plan = _plan(network, include, exclude, strict)
-    if not plan.patched:
+    plan = _plan(network, **options)
+    if not plan.patched and not plan.patched_fused:
         raise PatchError(_nothing_to_patch(network, plan))
     if not inplace:
         model = _copy(model)
@@ -137,7 +166,7 @@ def patch_model(
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
-        training.adopt(model, include=include, exclude=exclude, strict=strict)
+        training.adopt(model, **options)
         model.predictor = None  # a cached predictor owns a copy of the unpatched model
     logger.info("yolo12_fastconv: %s (%s)", plan, _served_by(network))
     return model
@@ -159,15 +188,17 @@ def unpatch_model(model: AnyModule) -> AnyModule:
         raise TypeError(
             f"model must be ultralytics.YOLO or a torch.nn.Module, got {type(model).__name__}: {model!r}"
         )
-    count = unpatch_modules(_network(model))
+    network = _network(model)
+    larger = len(list(registry.blocks_of(network)))
+    count = unpatch_modules(network)
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
         training.release(model)
         model.predictor = None  # it owns a copy of the patched model
     message = (
-        f"{count} Conv blocks are stock again"
-        if count
+        f"{count} Conv blocks are stock again" + (f", and {larger} larger ones" if larger else "")
+        if count or larger
         else "the model holds no patched block, nothing to undo"
     )
     _compat.get_logger().info("yolo12_fastconv: %s", message)
@@ -175,7 +206,11 @@ def unpatch_model(model: AnyModule) -> AnyModule:
 
 
 def patch_modules(
-    module: nn.Module, include: Selector = None, exclude: Selector = None, strict: bool = False
+    module: nn.Module,
+    include: Selector = None,
+    exclude: Selector = None,
+    strict: bool = False,
+    attention: bool = True,
 ) -> PatchSummary:
     """Swap the eligible blocks of `module`: `patch_model` without log line, copy and YOLO objects.
 
@@ -189,54 +224,63 @@ def patch_modules(
         PatchError: this Ultralytics computes something else in `Conv`, or `strict` is set and a block would fall back.
     """
     network = _unwrap(module)
-    plan = _plan(network, _several(include), _several(exclude), strict)
+    plan = _plan(network, _several(include), _several(exclude), attention, strict)
     _apply(network, plan)
     return plan
 
 
 def unpatch_modules(module: nn.Module) -> int:
-    """Give every patched block of `module` its stock class back; returns how many there were."""
+    """Give every patched block of `module` its stock class back; returns how many `Conv` blocks there were."""
     count = 0
     for block in _unwrap(module).modules():
-        if type(block) in STOCK:
-            block.__class__ = STOCK[type(block)]
+        stock = STOCK.get(type(block)) or UNFUSED.get(type(block))
+        if stock is not None:
+            count += type(block) in STOCK
+            block.__class__ = stock
             for key in [key for key in vars(block) if key.startswith("_fc_")]:
                 del block.__dict__[key]
             _rebind_fused_forward(block)
-            count += 1
     return count
 
 
 # -------------------------------------------------------------------------------------------------------- selection
 
 
-def _plan(network: nn.Module, include: Selector, exclude: Selector, strict: bool) -> PatchSummary:
+def _plan(
+    network: nn.Module, include: Selector, exclude: Selector, attention: bool, strict: bool
+) -> PatchSummary:
     """What `patch_modules` would do. Changes nothing."""
     summary = PatchSummary()
     included = _Selection("include", include, default=True)
     excluded = _Selection("exclude", exclude, default=False)
     stocks: set[Any] = set()
     for name, block in network.named_modules():
-        if not isinstance(block, Conv):
+        larger = type(block) in FUSED or type(block) in UNFUSED
+        if not larger and not isinstance(block, Conv):
             continue
         # Both are asked about every block, so that each pattern which matches nothing can be named.
         wanted, unwanted = included(name, block), excluded(name, block)
-        if type(block) in STOCK:
-            summary.already.append(name)
-            reason = None
+        if not attention and (UNFUSED.get(type(block)) or type(block)) is AAttn:
+            unwanted = True
+        reason = None
+        if type(block) in STOCK or type(block) in UNFUSED:
+            (summary.already_fused if larger else summary.already).append(name)
         elif _config.disabled():
             reason = f"{_config.DISABLE} is set"
         elif unwanted or not wanted:
-            reason = "left out by include or exclude"
+            reason = "left out by include, exclude or attention" if larger else "left out by include or exclude"
         else:
-            reason = _why_not(block)
+            reason = _why_not_fused(block) if larger else _why_not(block)
         if reason is not None:
-            summary.kept[name] = reason
+            (summary.unfused if larger else summary.kept)[name] = reason
+        elif type(block) in FUSED:
+            summary.fused.append(name)
         elif type(block) in FAST:
             summary.swapped.append(name)
             stocks.add(type(block))
-        if strict and wanted and not unwanted and type(block) in (*FAST, *STOCK) and not _config.disabled():
-            reason = reason or _no_kernel_reason(block)
+        known = larger or type(block) in (*FAST, *STOCK)
+        if strict and wanted and not unwanted and known and not _config.disabled():
+            reason = reason or (None if larger else _no_kernel_reason(block))
             if reason is not None:
                 raise PatchError(
                     f"strict: nothing was patched, since {name or type(block).__name__} cannot run on a CUDA kernel: "
@@ -252,9 +296,9 @@ def _plan(network: nn.Module, include: Selector, exclude: Selector, strict: bool
 
 def _apply(network: nn.Module, plan: PatchSummary) -> None:
     modules: dict[str, Any] = dict(network.named_modules())
-    for name in plan.swapped:
+    for name in (*plan.swapped, *plan.fused):
         block = modules[name]
-        block.__class__ = FAST[type(block)]
+        block.__class__ = FAST.get(type(block)) or FUSED[type(block)]
         _rebind_fused_forward(block)
     for name in plan.strict:
         modules[name]._fc_strict = name or type(modules[name]).__name__
@@ -299,7 +343,8 @@ class _Selection:
     def __call__(self, name: str, block: nn.Module) -> bool:
         if self.function is not None:
             return bool(self.function(name, block))
-        matching = [pattern for pattern in self.patterns if fnmatch.fnmatchcase(name, pattern)]
+        stock: type = STOCK.get(type(block)) or UNFUSED.get(type(block)) or type(block)
+        matching = [p for p in self.patterns if p == stock.__name__ or fnmatch.fnmatchcase(name, p)]
         self.used.update(matching)
         return bool(matching) or self.default
 
@@ -307,7 +352,7 @@ class _Selection:
         for pattern in self.patterns:
             if pattern not in self.used:
                 _compat.get_logger().warning(
-                    "yolo12_fastconv: %s=%r matches no Conv block", self.argument, pattern
+                    "yolo12_fastconv: %s=%r matches no block", self.argument, pattern
                 )
 
 
@@ -321,7 +366,7 @@ def _why_not(block: Conv) -> str | None:
     if children - {"conv", "bn", "act"}:
         return f"has children besides conv, bn and act: {', '.join(sorted(children - {'conv', 'bn', 'act'}))}"
     forward = vars(block).get("forward")
-    if forward is not None and not _is_fused_forward(block, forward):
+    if forward is not None and not is_fused_forward(block, forward):
         return "has a forward of its own (an instance attribute)"
     if forward is None and "bn" not in children:
         return "has no child bn, and was not fused by Ultralytics"
@@ -329,6 +374,13 @@ def _why_not(block: Conv) -> str | None:
     if len(devices) > 1:
         return f"its tensors are on different devices: {', '.join(sorted(map(str, devices)))}"
     return None
+
+
+def _why_not_fused(block: Any) -> str | None:
+    """Why a larger stock block keeps its own forward; None if nothing speaks against its fused form."""
+    if "forward" in vars(block):
+        return "has a forward of its own (an instance attribute)"
+    return FUSED[type(block)].structure_problem(block) or registry.formula_problem(type(block))
 
 
 def _devices(block: nn.Module) -> set[torch.device]:
@@ -364,16 +416,10 @@ def _device_problem(block: Any) -> str | None:
     return blocks.kernel_reason(weight.device, weight.dtype)
 
 
-def _is_fused_forward(block: nn.Module, forward: Any) -> bool:
-    """Whether `forward` is the block's own `forward_fuse`, as Ultralytics' ``fuse()`` leaves it."""
-    functions = (Conv.forward_fuse, blocks.FastConv.forward_fuse)
-    return getattr(forward, "__self__", None) is block and getattr(forward, "__func__", None) in functions
-
-
 def _rebind_fused_forward(block: Any) -> None:
     # The instance attribute that `fuse()` left is bound to the former class's function, and hides the class's own.
     forward = vars(block).get("forward")
-    if forward is not None and _is_fused_forward(block, forward):
+    if forward is not None and is_fused_forward(block, forward):
         block.forward = block.forward_fuse
 
 
@@ -619,7 +665,7 @@ def _row(name: str, layer: nn.Module, conv: nn.Module) -> LayerRow:
 def _stock_row_reason(layer: nn.Module) -> str:
     if type(layer) in STOCK:
         forward = vars(layer).get("forward")
-        if forward is not None and not _is_fused_forward(layer, forward):
+        if forward is not None and not is_fused_forward(layer, forward):
             return "has a forward of its own (an instance attribute)"
         return _structure_reason(layer) or _device_problem(layer) or ""
     if not isinstance(layer, Conv):

@@ -1,0 +1,99 @@
+"""The one list of what is swapped: Ultralytics block types and the classes that their blocks become.
+
+Exact types: a subclass computes something else until it stands here by itself. `Conv` and `DWConv` are the blocks that
+hold convolutions; the others are made of those, and of each other. To add one: a subclass of `FusedBlock` in a file of
+its own or beside its like, and a line here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from yolo12_fastconv import attention, csp
+from yolo12_fastconv.blocks import FAST, STOCK
+from yolo12_fastconv.fused_block import FusedBlock
+
+__all__ = ["FUSED", "UNFUSED", "blocks_of", "formula_problem"]
+
+FUSED: dict[type[nn.Module], type[FusedBlock]] = {
+    fast._stock: fast
+    for fast in (
+        csp.FastBottleneck,
+        csp.FastC2f,
+        csp.FastC3k2,
+        csp.FastC3,
+        csp.FastC3k,
+        csp.FastA2C2f,
+        attention.FastABlock,
+    )
+}
+"""Stock class to fast class, of blocks made of others."""
+
+UNFUSED: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in FUSED.items()}
+"""Fast class to stock class."""
+
+
+def blocks_of(network: nn.Module) -> Iterator[tuple[str, FusedBlock]]:
+    """Name and block of every fused block of `network`, outer ones first."""
+    for name, module in network.named_modules():
+        if type(module) in UNFUSED:
+            yield name, module  # type: ignore[misc]
+
+
+def formula_problem(stock: type[nn.Module]) -> str | None:
+    """Why the installed Ultralytics' `stock` is not what its fast class computes; None if it is.
+
+    Small blocks of the stock class are run beside swapped copies of themselves, in float64, in training and in
+    evaluation. The stock forward is part of the cache's key: one that is replaced is looked at again.
+    """
+    return _formula_problem(FUSED[stock], stock.forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _formula_problem(fast: Any, forward: Callable) -> str | None:
+    import ultralytics
+
+    what = "computes something else"
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+            torch.device("cpu"),
+        ):
+            torch.manual_seed(0)
+            same = all(_same_numbers(fast, arguments) for arguments in fast.samples)
+    except Exception as error:
+        same, what = False, f"raises {type(error).__name__}: {error}"
+    name, version = fast._stock.__name__, ultralytics.__version__
+    return None if same else f"{name} of Ultralytics {version} {what} than its fused form"
+
+
+def _same_numbers(fast: Any, arguments: tuple[Any, ...]) -> bool:
+    block: Any = fast._stock(*arguments).double()
+    for tensor in block.buffers():
+        if tensor.is_floating_point():
+            nn.init.uniform_(tensor, 0.5, 1.5)
+    for parameter in block.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    x = fast.sample_input(block)
+    twin = copy.deepcopy(block)
+    for module in twin.modules():
+        kind = type(module)
+        module.__class__ = FAST.get(kind) or FUSED.get(kind) or kind
+    for training in (False, True):
+        block.train(training)
+        twin.train(training)
+        with torch.set_grad_enabled(training):
+            ours, expected = twin(x), block.forward(x)
+        pairs = [(ours, expected), *zip(twin.buffers(), block.buffers(), strict=True)]
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs):
+            return False
+    return True
