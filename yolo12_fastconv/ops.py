@@ -304,11 +304,13 @@ def concat_channels(
     Raises:
         RuntimeError: sizes or devices that do not fit together, or another scale; the message names them.
     """
+    if not tensors:  # the dispatcher's own words for it are a page long
+        raise RuntimeError("yolo12_fastconv: tensors must hold at least one tensor")
     if scales is None:
         scales = [1] * len(tensors)
     if dtype is None:
-        dtype = tensors[0].dtype if tensors else torch.float32
-        for t in tensors:
+        dtype = tensors[0].dtype
+        for t in tensors[1:]:
             dtype = torch.promote_types(dtype, t.dtype)
     op = _ops.concat_channels.default if torch.compiler.is_compiling() else _autograd.concat_channels
     return op(list(tensors), list(scales), dtype)
