@@ -25,7 +25,7 @@ from ultralytics.nn.modules.conv import Conv, DWConv  # noqa: E402
 __all__ = ["FAST", "STOCK", "FallbackError", "FastConv", "FastDWConv", "kernel_reason", "structure_reason"]
 
 _FUSED_ACTIVATIONS = {nn.SiLU: "silu", nn.Identity: "identity"}
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class FallbackError(RuntimeError):
@@ -121,7 +121,7 @@ def _run(
     batch_statistics = False
     if reason is None:
         weight, bias = parameter(conv, "weight"), parameter(conv, "bias")
-        reason = _input_reason(x, weight, bias)
+        reason = input_reason(x, weight, bias)
         if bn is not None:
             gamma, beta = parameter(bn, "weight"), parameter(bn, "bias")
             mean, var = buffer(bn, "running_mean"), buffer(bn, "running_var")
@@ -264,11 +264,33 @@ def _is_watched(child: nn.Module) -> bool:
 # Besides what the op cannot do, the reasons below are those for which stock raises an error: so that it stays stock's.
 
 
-def _input_reason(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return f"the input is a {type(x).__name__}, not a plain tensor"
+def input_reason(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why a convolution of `x` with these parameters computes as stock; None if the op can."""
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
+    problem = map_reason(x)
+    if problem is not None:
+        return problem
+    dtype = x.dtype
+    for tensor in (weight, bias):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            return f"the input is on {x.device}, conv on {tensor.device}"
+        # Autocast reconciles all but float64.
+        if tensor.dtype is not dtype and (
+            not torch.is_autocast_enabled(x.device.type)
+            or torch.float64 in (dtype, tensor.dtype)
+            or tensor.dtype not in DTYPES
+        ):
+            return f"the input is {dtype}, conv holds {tensor.dtype}"
+    return None
+
+
+def map_reason(x: Any) -> str | None:
+    """Why the ops cannot take `x`, which should be a map (N, C, H, W); None if they can."""
+    if type(x) is not Tensor and type(x) is not Parameter:
+        return f"the input is a {type(x).__name__}, not a plain tensor"
     # A compiler traces through transforms by itself, and could not trace these questions.
     if not torch.compiler.is_compiling() and (
         torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
@@ -284,21 +306,8 @@ def _input_reason(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "the input is not a dense (N, C, H, W) tensor"
     if x.numel() == 0:
         return "the input is empty"
-    dtype = x.dtype
-    if dtype not in _DTYPES:
-        return f"the input is {dtype}"
-    for tensor in (weight, bias):
-        if tensor is None:
-            continue
-        if tensor.device != x.device:
-            return f"the input is on {x.device}, conv on {tensor.device}"
-        # Autocast reconciles all but float64.
-        if tensor.dtype is not dtype and (
-            not torch.is_autocast_enabled(x.device.type)
-            or torch.float64 in (dtype, tensor.dtype)
-            or tensor.dtype not in _DTYPES
-        ):
-            return f"the input is {dtype}, conv holds {tensor.dtype}"
+    if x.dtype not in DTYPES:
+        return f"the input is {x.dtype}"
     return None
 
 
