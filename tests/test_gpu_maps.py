@@ -31,6 +31,19 @@ def test_concat_copies_exactly(cuda, precision):
             assert y.stride() == torch.empty_like(y, memory_format=torch.channels_last).stride(), f"{case} {layout}"
 
 
+def test_concat_writes_into_a_slice(cuda):
+    for case in map_checks.CONCATS:
+        for layout in map_checks.LAYOUTS:
+            maps = case.inputs(torch.float16, cuda, "nhwc")
+            stock = case.stock(maps)
+            out = map_checks.laid_out(torch.zeros_like(stock), layout)
+            ops.concat_channels_out(maps, case.scales, out)
+            assert torch.equal(out, stock), f"{case} {layout}"
+            if layout == "slice":  # beside it nothing changes
+                wide = out._base if out._base is not None else out
+                assert wide.isnan().sum() == wide.numel() - out.numel()
+
+
 def test_concat_converts(cuda):
     case = map_checks.CONCATS[0]
     half, full = case.inputs(torch.float16, cuda, "nhwc"), case.inputs(torch.float32, cuda, "nchw", seed=1)
@@ -137,7 +150,8 @@ def test_opcheck(cuda):
     maps = case.inputs(torch.float16, cuda, "nchw")
     for arguments in (maps, [x.detach().requires_grad_() for x in maps]):
         opcheck(OPS.concat_channels.default, (arguments, list(case.scales), torch.float16))
-    opcheck(OPS.upsample_nearest_backward.default, (maps[0],))
+    opcheck(OPS.upsample_nearest_backward.default, (maps[1],))
+    opcheck(OPS.concat_channels_out.default, (maps, list(case.scales), torch.empty(2, 24, 8, 6, device=cuda)))
     boxes, scores, *rest = map_checks.DETECTS[3].inputs(torch.float16, cuda)
     opcheck(OPS.detect_decode.default, (boxes, scores, *rest, True))
 

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from yolo12_fastconv._shapes import check_concat, check_detect
+from yolo12_fastconv._shapes import check_concat, check_concat_out, check_detect, check_even
 
 aten = torch.ops.aten
 
@@ -34,7 +34,13 @@ def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype
         return _channels_last_on_cuda(aten.cat.default(maps, 1))
 
 
+def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
+    check_concat_out(tensors, scales, out)
+    out.copy_(concat_channels(tensors, scales, out.dtype))
+
+
 def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
+    check_even(grad_y)
     n, c, h, w = grad_y.shape
     with _without_autocast(grad_y.device):
         grad_x = aten.upsample_nearest2d_backward.default(grad_y, [h, w], [n, c, h // 2, w // 2])

@@ -67,6 +67,16 @@ def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype
         return _ops.concat_channels.default(tensors, scales, dtype)
 
 
+def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, out)):
+        raise RuntimeError(
+            "yolo12_fastconv: concat_channels_out has no gradient, since it writes to its argument: use "
+            "concat_channels, or call it under torch.no_grad()"
+        )
+    with _BelowAutograd():
+        _ops.concat_channels_out.default(tensors, scales, out)
+
+
 def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad_y.requires_grad:
         return _UpsampleBackward.apply(grad_y)

@@ -116,6 +116,23 @@ def check_concat(tensors: list[Tensor], scales: list[int]) -> list[int]:
     return [size[0], channels, *size[1:]]
 
 
+def check_concat_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
+    """The tensor that a concatenation is written to: its size, on its device."""
+    size = check_concat(tensors, scales)
+    _require(list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}")
+    _require(
+        out.device == tensors[0].device,
+        lambda: f"out must be on {tensors[0].device}, got {out.device}",
+    )
+
+
+def check_even(grad_y: Tensor) -> None:
+    """The gradient of a map that was magnified by 2."""
+    _require(grad_y.dim() == 4, lambda: f"grad_y must be (N, C, H, W), got {tuple(grad_y.shape)}")
+    h, w = grad_y.shape[2:]
+    _require(h % 2 == 0 and w % 2 == 0, lambda: f"grad_y must have even height and width, got {h}x{w}")
+
+
 def check_detect(
     boxes: list[Tensor], scores: list[Tensor], bin_values: Tensor | None, points: Tensor, steps: Tensor
 ) -> tuple[int, int, int, int]:

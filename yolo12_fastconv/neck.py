@@ -46,12 +46,26 @@ class _MapLayer(FusedBlock):
         raise NotImplementedError
 
 
+class _Room:
+    """What `FastUpsample` tells `FastConcat`, as an attribute of its result: in which buffer this is the first part of
+    a concat, and who made it."""
+
+    __slots__ = ("buffer", "maker")
+
+    def __init__(self, buffer: Tensor | None, maker: FastUpsample) -> None:
+        self.buffer = buffer
+        self.maker = maker
+
+
 class FastUpsample(_MapLayer, nn.Upsample):
     """Nearest-neighbour upsampling to twice the height and width as one kernel, forward and backward.
 
     Of stock's dtype: under autocast on CUDA that is float32. With one exception. In training, a result of which all
     layers that read it round it back to autocast's type as the first thing they do is left in that type from the start:
     the numbers are the same, and so are the gradients, in half the memory. `link_layers` says where to look.
+
+    In inference, a result whose like was the first part of a concat before is written to the first channels of a wider
+    tensor, of which the concat then has to write the others alone.
     """
 
     _stock = nn.Upsample
@@ -81,7 +95,21 @@ class FastUpsample(_MapLayer, nn.Upsample):
             rounded = dtype is torch.get_autocast_dtype("cuda") and self.training and torch.is_grad_enabled()
             if not (rounded and _all_readers_round(self)):
                 dtype = torch.float32
-        return ops.concat_channels([x], [2], dtype)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
+            return ops.concat_channels([x], [2], dtype)
+        # How many channels came behind the last result. Without them, or with others by now, nothing is lost but time.
+        more = self.__dict__.get("_fc_more", 0)
+        buffer = None
+        if more:
+            n, c, h, w = x.shape
+            size = (n, c + more, 2 * h, 2 * w)
+            buffer = torch.empty(size, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+            y = buffer.narrow(1, 0, c)
+            ops.concat_channels_out([x], [2], y)
+        else:
+            y = ops.concat_channels([x], [2], dtype)
+        y._fc_room = _Room(buffer, self)  # type: ignore[attr-defined]
+        return y
 
 
 class FastConcat(_MapLayer, Concat):
@@ -118,6 +146,18 @@ class FastConcat(_MapLayer, Concat):
         return None
 
     def compute(self, x: Sequence[Tensor]) -> Tensor:
+        room = getattr(x[0], "_fc_room", None)
+        if room is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
+            return ops.concat_channels(x)
+        first, others = x[0], x[1:]
+        buffer, room.buffer = room.buffer, None  # a second concat of the same tensor gets a tensor of its own
+        more = sum(t.shape[1] for t in others)
+        # On a CPU ATen concatenates, by a copy of all.
+        alike = first.is_cuda and all(t.dtype is first.dtype for t in others)
+        if buffer is not None and alike and more and buffer.shape[1] == first.shape[1] + more:
+            ops.concat_channels_out(others, None, buffer.narrow(1, first.shape[1], more))
+            return buffer
+        room.maker.__dict__["_fc_more"] = more if alike else 0
         return ops.concat_channels(x)
 
 

@@ -22,6 +22,7 @@ from yolo12_fastconv import _aten, _aten_maps, _autograd, _library
 from yolo12_fastconv._shapes import (
     check_channels,
     check_concat,
+    check_concat_out,
     check_detect,
     check_out,
     check_residual,
@@ -33,6 +34,7 @@ from yolo12_fastconv.reference import ACTIVATIONS
 __all__ = [
     "BatchNormState",
     "concat_channels",
+    "concat_channels_out",
     "conv_bn_act",
     "conv_bn_act_out",
     "conv_bn_act_train",
@@ -72,6 +74,7 @@ SCHEMAS = {
         " float? momentum, SymInt count) -> ()"
     ),
     "concat_channels": "(Tensor[] tensors, SymInt[] scales, ScalarType dtype) -> Tensor",
+    "concat_channels_out": "(Tensor[] tensors, SymInt[] scales, Tensor(a!) out) -> ()",
     "upsample_nearest_backward": "(Tensor grad_y) -> Tensor",
     "detect_decode": (
         "(Tensor[] boxes, Tensor[] scores, Tensor? bin_values, Tensor points, Tensor steps, bool xywh)"
@@ -316,6 +319,22 @@ def concat_channels(
     return op(list(tensors), list(scales), dtype)
 
 
+def concat_channels_out(tensors: Sequence[Tensor], scales: Sequence[int] | None, out: Tensor) -> None:
+    """`concat_channels` that writes its result into `out`.
+
+    Args:
+        tensors, scales: as `concat_channels`. None may share memory with `out`.
+        out: (N, sum of C_i, H, W), of any dtype. A kernel writes it directly if it is NHWC or a channel slice of NHWC;
+            else the result is copied there.
+
+    Raises:
+        RuntimeError: as `concat_channels`; `out` of another size or device; a gradient would be wanted, which an op that
+            writes to its argument has not.
+    """
+    op = _ops.concat_channels_out.default if torch.compiler.is_compiling() else _autograd.concat_channels_out
+    op(list(tensors), [1] * len(tensors) if scales is None else list(scales), out)
+
+
 def detect_decode(
     boxes: Sequence[Tensor],
     scores: Sequence[Tensor],
@@ -445,6 +464,11 @@ def _(tensors, scales, dtype):
     return torch.empty(size, dtype=dtype, device=tensors[0].device, memory_format=torch.channels_last)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::concat_channels_out", lib=_lib)
+def _(tensors, scales, out):
+    check_concat_out(tensors, scales, out)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::upsample_nearest_backward", lib=_lib)
 def _(grad_y):
     return _aten_maps.upsample_nearest_backward(grad_y)
@@ -469,6 +493,7 @@ for _name in (
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
     "concat_channels",
+    "concat_channels_out",
     "upsample_nearest_backward",
     "detect_decode",
 ):

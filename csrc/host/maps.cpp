@@ -22,37 +22,45 @@ const char* name_of_scale(int64_t scale) { return scale == 1 ? "H, W" : "H / 2, 
 
 }  // namespace
 
-Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales, ScalarType dtype) {
+namespace {
+
+struct ConcatSize {
+  int64_t batch, channels, h, w;
+};
+
+ConcatSize concat_size(const std::vector<Tensor>& tensors, const std::vector<int64_t>& scales) {
   if (tensors.empty()) fail("tensors must hold at least one tensor");
   if (scales.size() != tensors.size()) {
     fail("scales must have one entry per tensor, got ", scales.size(), " for ", tensors.size());
   }
   const Tensor& first = tensors.front();
   check_map(first, "tensors", first);
-  const torch::stable::accelerator::DeviceGuard guard(first.get_device_index());
-  const cudaStream_t stream = current_stream(first);
-  const DType type = dtype_of(dtype);
-  const int64_t batch = first.size(0), h = first.size(2) * scales[0], w = first.size(3) * scales[0];
-  int64_t channels = 0;
+  ConcatSize size = {first.size(0), 0, first.size(2) * scales[0], first.size(3) * scales[0]};
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
     check_map(t, "tensors", first);
     if (scales[i] != 1 && scales[i] != 2) fail("scales must be 1 or 2, got ", scales[i]);
-    if (t.size(0) != batch || t.size(2) * scales[i] != h || t.size(3) * scales[i] != w) {
-      fail("tensors[", i, "] must be (N, C, ", name_of_scale(scales[i]), ") of ", batch, "x", h, "x", w, ", got ",
-           t.size(0), "x", t.size(1), "x", t.size(2), "x", t.size(3));
+    if (t.size(0) != size.batch || t.size(2) * scales[i] != size.h || t.size(3) * scales[i] != size.w) {
+      fail("tensors[", i, "] must be (N, C, ", name_of_scale(scales[i]), ") of ", size.batch, "x", size.h, "x", size.w,
+           ", got ", t.size(0), "x", t.size(1), "x", t.size(2), "x", t.size(3));
     }
-    channels += t.size(1);
+    size.channels += t.size(1);
   }
-  Tensor out = empty_channels_last(first, batch, channels, h, w, type);
-  if (out.numel() == 0) return out;
+  return size;
+}
 
+// `out` is a row matrix of `size`.
+void concat_into(const Tensor& out, const std::vector<Tensor>& tensors, const std::vector<int64_t>& scales,
+                 const ConcatSize& size) {
+  if (out.numel() == 0) return;
+  const cudaStream_t stream = current_stream(out);
+  const DType type = dtype_of(out.scalar_type());
   const int bytes = size_of(type);
   ConcatArgs args;
-  args.stride = channels * bytes;
-  args.batch = static_cast<int>(batch);
-  args.h = static_cast<int>(h);
-  args.w = static_cast<int>(w);
+  args.stride = row_stride(out) * bytes;
+  args.batch = static_cast<int>(size.batch);
+  args.h = static_cast<int>(size.h);
+  args.w = static_cast<int>(size.w);
   char* to = static_cast<char*>(out.mutable_data_ptr());
   for (size_t begin = 0; begin < tensors.size(); begin += kMostConcatParts) {
     args.out = to;
@@ -67,7 +75,30 @@ Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales,
     }
     concat_channels(args, stream);
   }
+}
+
+}  // namespace
+
+Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales, ScalarType dtype) {
+  const ConcatSize size = concat_size(tensors, scales);
+  const torch::stable::accelerator::DeviceGuard guard(tensors.front().get_device_index());
+  Tensor out = empty_channels_last(tensors.front(), size.batch, size.channels, size.h, size.w, dtype_of(dtype));
+  concat_into(out, tensors, scales, size);
   return out;
+}
+
+void concat_channels_out(std::vector<Tensor> tensors, std::vector<int64_t> scales, Tensor out) {
+  const ConcatSize size = concat_size(tensors, scales);
+  check_map(out, "out", tensors.front());
+  if (out.size(0) != size.batch || out.size(1) != size.channels || out.size(2) != size.h || out.size(3) != size.w) {
+    fail("out must be ", size.batch, "x", size.channels, "x", size.h, "x", size.w);
+  }
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  if (is_row_matrix(out)) {
+    concat_into(out, tensors, scales, size);
+  } else {
+    torch::stable::copy_(out, concat_channels(tensors, scales, out.scalar_type()));
+  }
 }
 
 Tensor upsample_nearest_backward(Tensor grad_y) {

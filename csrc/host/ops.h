@@ -40,6 +40,8 @@ void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTens
 
 Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales, ScalarType dtype);
 
+void concat_channels_out(std::vector<Tensor> tensors, std::vector<int64_t> scales, Tensor out);
+
 Tensor upsample_nearest_backward(Tensor grad_y);
 
 std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
