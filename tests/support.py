@@ -163,7 +163,7 @@ class OpLog(TorchDispatchMode):
     @property
     def fused(self) -> int:
         """Number of calls of the plugin's forward ops."""
-        forward = (f"{NAMESPACE}.conv_bn_act.default", f"{NAMESPACE}.conv_bn_act_train.default")
+        forward = tuple(f"{NAMESPACE}.{op}.default" for op in ("conv_bn_act", "conv_bn_act_out", "conv_bn_act_train"))
         return sum(name in forward for name in self.names)
 
 

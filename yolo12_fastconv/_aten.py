@@ -11,7 +11,15 @@ import contextlib
 import torch
 from torch import Tensor
 
-from yolo12_fastconv._shapes import check_channels, check_out, check_residual, check_statistics, output_size
+from yolo12_fastconv._shapes import (
+    attention_sizes,
+    check_attention_gradients,
+    check_channels,
+    check_out,
+    check_residual,
+    check_statistics,
+    output_size,
+)
 from yolo12_fastconv.reference import SILU
 
 aten = torch.ops.aten
@@ -334,3 +342,83 @@ def update_running_stats_(
     unbiased = var * (count / (count - 1))
     running_mean.copy_(running_mean * (1 - factor) + mean * factor)
     running_var.copy_(running_var * (1 - factor) + unbiased * factor)
+
+
+def attention_format(qkv: Tensor) -> torch.memory_format:
+    """Layout of the output, the values and the gradient of area attention: one rule for real and fake kernels.
+
+    CUDA: always channels_last. CPU: that of `qkv`.
+    """
+    if qkv.device.type == "cuda" or _is_channels_last(qkv):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _heads(t: Tensor, num_heads: int, area: int) -> Tensor:
+    """(B, heads * c, H, W) as (B * area, heads, pixels of an area, c): a view, if pixels are evenly spaced in `t`."""
+    batch, channels, height, width = t.shape
+    rows = t.permute(0, 2, 3, 1).reshape(
+        batch * area, height * width // area, num_heads, channels // num_heads
+    )
+    return rows.transpose(1, 2)
+
+
+def _from_heads(t: Tensor, size: list[int], layout: torch.memory_format) -> Tensor:
+    batch, channels, height, width = size
+    return _in_format(t.transpose(1, 2).reshape(batch, height, width, channels).permute(0, 3, 1, 2), layout)
+
+
+def area_attention(
+    qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
+    size, layout = [batch, channels, height, width], attention_format(qkv)
+    q, k, v = _heads(qkv, num_heads, area).split(head_dim, dim=-1)
+    if qkv.numel():
+        with _without_autocast(qkv.device):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        # A query that is not finite makes NaN of stock's output. The call takes rows of -inf for masked ones: zeros.
+        out = out + (q * 0).sum(dim=-1, keepdim=True)
+    else:  # some backends of the call above divide by the number of pixels
+        out = torch.empty_like(v)
+    values = _fresh(_from_heads(v, size, layout), qkv) if with_values else qkv.new_empty(0)
+    # Backward computes the softmax anew.
+    lse = qkv.new_empty(0, dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return _fresh(_from_heads(out, size, layout), qkv), values, lse
+
+
+def _fresh(t: Tensor, source: Tensor) -> Tensor:
+    # An op returns no alias of its input, which a single pixel or head would be.
+    return t.clone() if t.untyped_storage()._cdata == source.untyped_storage()._cdata else t
+
+
+def area_attention_backward(
+    grad_out: Tensor,
+    grad_values: Tensor | None,
+    qkv: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    num_heads: int,
+    area: int,
+    scale: float,
+) -> Tensor:
+    *size, head_dim = attention_sizes(qkv, num_heads, area)
+    check_attention_gradients(grad_out, grad_values, out)
+    dtype = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = _heads(qkv, num_heads, area).split(head_dim, dim=-1)
+    grad, o = (_heads(t, num_heads, area) for t in (grad_out, out))
+    with _without_autocast(qkv.device):
+        # As stock: the products in the dtype of qkv, the softmax in float32.
+        weights = ((q * scale) @ k.transpose(-2, -1)).to(dtype).softmax(dim=-1)
+        grad_v = weights.to(qkv.dtype).transpose(-2, -1) @ grad
+        mean = (grad.to(dtype) * o.to(dtype)).sum(dim=-1, keepdim=True)
+        grad_logits = weights.mul_((grad @ v.transpose(-2, -1)).to(dtype) - mean).to(qkv.dtype)
+        grad_q = (grad_logits @ k) * scale
+        grad_k = grad_logits.transpose(-2, -1) @ (q * scale)
+    if grad_values is not None:
+        grad_v = grad_v + _heads(grad_values, num_heads, area)
+    batch, channels, height, width = size
+    layout = attention_format(qkv)
+    return _from_heads(
+        torch.cat((grad_q, grad_k, grad_v), dim=-1), [batch, 3 * channels, height, width], layout
+    )

@@ -134,6 +134,59 @@ class _UpsampleBackward(torch.autograd.Function):
         return _ops.concat_channels.default([grad], [2], grad.dtype)
 
 
+def area_attention(
+    qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled() and qkv.requires_grad:
+        return _AreaAttention.apply(qkv, num_heads, area, scale, with_values)
+    with _BelowAutograd():
+        return _ops.area_attention.default(qkv, num_heads, area, scale, with_values)
+
+
+def area_attention_backward(*arguments: Any) -> Tensor:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+        return _OnceDifferentiable.apply(_ops.area_attention_backward.default, *arguments)
+    with _BelowAutograd():
+        return _ops.area_attention_backward.default(*arguments)
+
+
+class _AreaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _BelowAutograd():
+            out, values, logsumexp = _ops.area_attention.default(qkv, num_heads, area, scale, with_values)
+        ctx.save_for_backward(qkv, out, logsumexp)
+        ctx.mark_non_differentiable(*(() if with_values else (values,)), logsumexp)
+        ctx.set_materialize_grads(False)  # no zero-filled gradients for what nobody used
+        ctx.geometry = (num_heads, area, scale)
+        return out, values, logsumexp
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_values: Tensor | None, _: None
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        nothing = (None, None, None, None)
+        if grad_out is None and grad_values is None:
+            return (None, *nothing)
+        qkv, out, logsumexp = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+
+            def forward(qkv: Tensor) -> tuple[Tensor, ...]:
+                outputs = reference.area_attention(qkv, *ctx.geometry)
+                return tuple(
+                    y for y, g in zip(outputs, (grad_out, grad_values), strict=True) if g is not None
+                )
+
+            given = [g for g in (grad_out, grad_values) if g is not None]
+            return (_differentiable_grads([qkv], (True,), given, forward)[0], *nothing)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grad = _ops.area_attention_backward.default(grad_out, grad_values, qkv, out, logsumexp, *ctx.geometry)
+        return (grad, *nothing)
+
+
 class _Inference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -217,14 +270,18 @@ def _residual_grad(ctx: Any, grad_y: Tensor, position: int) -> Tensor | None:
 
 
 def _differentiable_grads(
-    inputs: list[Tensor | None], wanted: tuple[bool, ...], grad_y: Tensor, forward: Callable[..., Tensor]
+    inputs: list[Tensor | None],
+    wanted: tuple[bool, ...],
+    grad_y: Tensor | list[Tensor],
+    forward: Callable[..., Tensor | tuple[Tensor, ...]],
 ) -> list[Tensor | None]:
     """Gradients as a differentiable function of everything saved: what ``create_graph=True`` asks for.
 
     Recomputes the op with `forward(*inputs)` from `reference.py`; slower than the kernels and right at any order. The
     saved tensors enter as themselves, so that the result hangs on their history.
     """
-    with torch.enable_grad(), torch.autocast(grad_y.device.type, enabled=False):
+    device = (grad_y[0] if isinstance(grad_y, list) else grad_y).device
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         y = forward(*inputs)
         sources = [t for t, needed in zip(inputs, wanted, strict=True) if needed and t is not None]
         grads = iter(torch.autograd.grad(y, sources, grad_y, create_graph=True, allow_unused=True))
@@ -233,7 +290,7 @@ def _differentiable_grads(
 
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: Callable[..., Any], *arguments: Any) -> Any:
         with _BelowAutograd():
             return op(*arguments)
 

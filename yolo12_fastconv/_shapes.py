@@ -1,7 +1,8 @@
-"""Which sizes fit together in a convolution, its per-channel vectors and its residual.
+"""Which sizes fit together in a convolution, its per-channel vectors and its residual, and in area attention.
 
 One set of checks for the ATen kernels and the fake ones, so `torch._check` and no branches on sizes; the CUDA library
-has the same in C++ (csrc/host/convolution.cpp). Every failed check is a RuntimeError that names the sizes.
+has the same in C++ (csrc/host/convolution.cpp, csrc/host/attention.cpp). Every failed check is a RuntimeError that
+names the sizes.
 """
 
 from __future__ import annotations
@@ -192,10 +193,35 @@ def check_detect(
 
 def check_out(out: Tensor, size: list[int], x: Tensor, dtype: torch.dtype) -> None:
     """The tensor to write to: the result's size and dtype, on the device of `x`."""
-    _require(
-        list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}"
-    )
+    _require(list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}")
     _require(
         out.dtype == dtype and out.device == x.device,
         lambda: f"out must be {dtype} on {x.device}, got {out.dtype} on {out.device}",
     )
+
+
+def attention_sizes(qkv: Tensor, num_heads: int, area: int) -> tuple[int, int, int, int, int]:
+    """Batch, channels of the output, height, width and channels of a head, after checking every size that goes in."""
+    _require(qkv.dim() == 4, lambda: f"qkv must be (B, 3 * C, H, W), got {tuple(qkv.shape)}")
+    _require(num_heads > 0, lambda: f"num_heads must be positive, got {num_heads}")
+    _require(area > 0, lambda: f"area must be positive, got {area}")
+    batch, channels, height, width = qkv.shape
+    _require(
+        channels % (3 * num_heads) == 0,
+        lambda: f"qkv has {channels} channels, not a multiple of 3 * num_heads = {3 * num_heads}",
+    )
+    _require(
+        (height * width) % area == 0,
+        lambda: f"qkv has {height} x {width} = {height * width} pixels, not a multiple of area={area}",
+    )
+    return batch, channels // 3, height, width, channels // (3 * num_heads)
+
+
+def check_attention_gradients(grad_out: Tensor, grad_values: Tensor | None, out: Tensor) -> None:
+    """Gradients of the output and of the values have the output's size."""
+    for name, grad in (("grad_out", grad_out), ("grad_values", grad_values)):
+        if grad is not None:
+            _require(
+                grad.shape == out.shape,
+                partial("{} must be {}, got {}".format, name, tuple(out.shape), tuple(grad.shape)),
+            )

@@ -26,8 +26,9 @@ class FastBottleneck(FusedBlock, Bottleneck):
     """``cv2(cv1(x))``, plus `x` where the block has a shortcut, which the last convolution adds."""
 
     _stock = Bottleneck
+    _stock_args = (1, 2)
     fuses = "residual in cv2"
-    samples = ((8, 8), (8, 16), (8, 8, False))
+    samples = ((8, 8), (8, 8, False))
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2 = child(self, "cv1"), child(self, "cv2")
@@ -40,9 +41,10 @@ class FastBottleneck(FusedBlock, Bottleneck):
 
 
 class FastC2f(FusedBlock, C2f):
-    """Two halves of ``cv1(x)`` and the results of a chain of blocks that starts at the second, concatenated for `cv2`."""
+    """Two halves of ``cv1(x)`` and what a chain of blocks makes of the second, concatenated for `cv2`."""
 
     _stock = C2f
+    _stock_args = (1, 2, 0)
     fuses = "concat in place"
     samples = ((8, 16, 2, True),)
 
@@ -62,6 +64,7 @@ class FastC3k2(FastC2f, C3k2):
     """As `FastC2f`, with other blocks in the chain."""
 
     _stock = C3k2
+    _stock_args = (1, 2, 0)
     samples = ((8, 16, 2), (8, 16, 1, True))
 
 
@@ -69,6 +72,7 @@ class FastC3(FusedBlock, C3):
     """A chain of blocks behind ``cv1(x)``, and ``cv2(x)``, concatenated for `cv3`."""
 
     _stock = C3
+    _stock_args = (1, 2, 0)
     fuses = "concat in place"
     samples = ((8, 16, 2),)
 
@@ -90,6 +94,7 @@ class FastC3k(FastC3, C3k):
     """As `FastC3`, with kernels of another size."""
 
     _stock = C3k
+    _stock_args = (1, 2, 0)
     samples = ((8, 16, 2),)
 
 
@@ -98,9 +103,9 @@ class FastA2C2f(FusedBlock, A2C2f):
     `x` where the block has one."""
 
     _stock = A2C2f
-    _stock_args = (1, 64)
+    _stock_args = (1, 64, 0)
     fuses = "concat in place"
-    samples = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2), (64, 64, 1, True, 1))
+    samples = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2))
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")

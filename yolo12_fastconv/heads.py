@@ -1,7 +1,8 @@
 """Fast classes of the detection heads: `Detect`, `Segment`, `Pose`, `OBB`.
 
 In inference, the last convolutions (plain 1x1 `nn.Conv2d` with a bias) run as the fused op, and one kernel makes all
-outputs of their maps. In training, in exports, and for heads of another structure, stock computes.
+outputs of their maps. In training stock's operations compute, and the outputs are laid out as their maps are. In exports,
+and for heads of another structure, stock computes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,13 @@ class FastDetect(FusedBlock, Detect):
     def forward_head(self, x: list[Tensor], box_head: Any = None, cls_head: Any = None) -> dict[str, Any]:
         """As `Detect`; after `run` also ``"_fc_decoded"``, which `_inference` takes out again."""
         if not isinstance(box_head, _Decoding):
-            return Detect.forward_head(self, x, box_head, cls_head)
+            if not self.training or box_head is None or cls_head is None or not self.fused_now():
+                return Detect.forward_head(self, x, box_head, cls_head)
+            return {
+                "boxes": _join([box_head[i](x[i]) for i in range(self.nl)]),
+                "scores": _join([cls_head[i](x[i]) for i in range(self.nl)]),
+                "feats": x,
+            }
         boxes = [_head(box_head.head[i], x[i]) for i in range(self.nl)]
         scores = [_head(cls_head[i], x[i]) for i in range(self.nl)]
         if self.decodes and self._decodable(boxes, scores):
@@ -121,12 +128,7 @@ class FastDetect(FusedBlock, Detect):
                     boxes, scores, values, points, steps, xywh=not self.xyxy
                 )
                 return {"boxes": all_boxes, "scores": all_scores, "feats": x, _DECODED: y}
-        batch = x[0].shape[0]
-        return {
-            "boxes": torch.cat([t.view(batch, 4 * self.reg_max, -1) for t in boxes], dim=-1),
-            "scores": torch.cat([t.view(batch, self.nc, -1) for t in scores], dim=-1),
-            "feats": x,
-        }
+        return {"boxes": _levels(boxes), "scores": _levels(scores), "feats": x}
 
     def _inference(self, x: dict[str, Any]) -> Tensor:
         """As `Detect`."""
@@ -186,6 +188,19 @@ class FastOBB(OBB, FastDetect):
     fuses = "last convolutions"
     samples = (_sample(OBB, nc=3, ch=(8, 16)),)
     decodes = False
+
+
+def _levels(maps: list[Tensor]) -> Tensor:
+    """(N, C, A), contiguous, of the maps (N, C, H, W) of all levels."""
+    return torch.cat([t.view(t.shape[0], t.shape[1], -1) for t in maps], -1)
+
+
+def _join(maps: list[Tensor]) -> Tensor:
+    """The same in the layout (N, A, C): from NHWC maps that is a copy of long runs, forward and backward, instead of two
+    transpositions, and the losses of Ultralytics take their predictions in that order."""
+    if all(t.is_cuda and t.dim() == 4 and t.stride(1) == 1 for t in maps):
+        return torch.cat([t.permute(0, 2, 3, 1).flatten(1, 2) for t in maps], 1).transpose(1, 2)
+    return _levels(maps)
 
 
 def _head(head: Any, x: Tensor) -> Tensor:

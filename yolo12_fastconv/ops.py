@@ -13,13 +13,15 @@ at multiples of 8 elements, as in a channel slice of a wider tensor, which the n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from yolo12_fastconv import _aten, _aten_maps, _autograd, _library
 from yolo12_fastconv._shapes import (
+    attention_sizes,
+    check_attention_gradients,
     check_channels,
     check_concat,
     check_concat_out,
@@ -33,6 +35,7 @@ from yolo12_fastconv.reference import ACTIVATIONS
 
 __all__ = [
     "BatchNormState",
+    "area_attention",
     "concat_channels",
     "concat_channels_out",
     "conv_bn_act",
@@ -50,6 +53,14 @@ _GEOMETRY = (
 )
 _BN_EVAL = "Tensor? bn_weight, Tensor? bn_bias, Tensor? running_mean, Tensor? running_var, float eps"
 _BN_TRAIN = "Tensor? bn_weight, Tensor? bn_bias, float eps"
+_ATTENTION = (
+    "(Tensor qkv, SymInt num_heads, SymInt area, float scale, bool with_values)"
+    " -> (Tensor out, Tensor values, Tensor logsumexp)"
+)
+_ATTENTION_BACKWARD = (
+    "(Tensor grad_out, Tensor? grad_values, Tensor qkv, Tensor out, Tensor logsumexp, SymInt num_heads, SymInt area,"
+    " float scale) -> Tensor"
+)
 _GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_weight, Tensor grad_bn_bias)"
 
 SCHEMAS = {
@@ -80,6 +91,11 @@ SCHEMAS = {
         "(Tensor[] boxes, Tensor[] scores, Tensor? bin_values, Tensor points, Tensor steps, bool xywh)"
         " -> (Tensor y, Tensor all_boxes, Tensor all_scores)"
     ),
+    "area_attention": _ATTENTION,
+    "area_attention_backward": _ATTENTION_BACKWARD,
+    # The same on ATen: what the compiled library calls where it has no kernel.
+    "area_attention_aten": _ATTENTION,
+    "area_attention_backward_aten": _ATTENTION_BACKWARD,
     # Which kernel serves a convolution, as "family/target/tile": the library's tile menu, a pure host function.
     "describe_kernel": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups,"
     " ScalarType dtype, bool allow_tf32, int capability) -> str",
@@ -94,6 +110,7 @@ _HOST_OPS = (
     "kernel_candidates",
     "library_info",
 )  # no tensors: defined for the compiled library alone
+_ATEN_OPS = ("area_attention_aten", "area_attention_backward_aten")
 
 _lib = torch.library.Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
@@ -107,7 +124,9 @@ def _aten_kernel(name: str) -> Callable:
 
 
 for _name in SCHEMAS:
-    if _name not in _HOST_OPS:
+    if _name in _ATEN_OPS:
+        _lib.impl(_name, _aten_kernel(_name.removesuffix("_aten")), "CUDA")
+    elif _name not in _HOST_OPS:
         _lib.impl(_name, _aten_kernel(_name), "CPU")
 
 LIBRARY = _library.load()
@@ -115,7 +134,7 @@ LIBRARY = _library.load()
 
 if not LIBRARY.loaded:
     for _name in SCHEMAS:
-        if _name not in _HOST_OPS:
+        if _name not in _HOST_OPS + _ATEN_OPS:
             _lib.impl(_name, _aten_kernel(_name), "CUDA")
 
 
@@ -286,6 +305,55 @@ def update_running_stats_(
     _ops.update_running_stats_.default(
         running_mean, running_var, num_batches_tracked, mean, var, momentum, count
     )
+
+
+@overload
+def area_attention(
+    qkv: Tensor, num_heads: int, area: int, scale: float | None = ..., with_values: Literal[False] = ...
+) -> Tensor: ...
+
+
+@overload
+def area_attention(
+    qkv: Tensor, num_heads: int, area: int, scale: float | None = ..., *, with_values: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def area_attention(
+    qkv: Tensor, num_heads: int, area: int, scale: float | None = None, with_values: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within areas of a feature map: ``softmax(q k^T * scale) v`` for each picture, area and head.
+
+    The pixels of a picture, in reading order, are split into `area` runs of equal length; a pixel attends to those of
+    its run. Half precision with 32 channels a head runs on kernels of the compiled library: logits and softmax in
+    float32, weights rounded to the dtype of `qkv` for the product with the values. All else runs on ATen's
+    ``scaled_dot_product_attention``.
+
+    Args:
+        qkv: (B, 3 * C, H, W) in any floating dtype, C = num_heads * d; the channels of a head lie together, d of its
+            query, d of its key, d of its value. NHWC and channel slices of NHWC tensors are read in place. Under
+            autocast it is cast to autocast's dtype.
+        num_heads: number of heads.
+        area: number of areas; divides H * W.
+        scale: of the logits; d ** -0.5 if None.
+        with_values: also return the values as a tensor of their own, for a convolution over them.
+
+    Returns:
+        out: (B, C, H, W) in the dtype of `qkv`, channels_last on CUDA, else in the layout of `qkv`.
+        values: only if `with_values`: (B, C, H, W), likewise.
+        Both differentiable twice in `qkv`; what is saved is `qkv`, `out` and a float32 per pixel and head.
+
+    Raises:
+        RuntimeError: sizes that do not fit together; the message names them.
+    """
+    dtype = compute_dtype(qkv)
+    if qkv.dtype is not dtype:
+        qkv = qkv.to(dtype)
+    if scale is None:
+        scale = attention_sizes(qkv, num_heads, area)[-1] ** -0.5
+    op = _ops.area_attention.default if torch.compiler.is_compiling() else _autograd.area_attention
+    out, values, _logsumexp = op(qkv, num_heads, area, scale, with_values)
+    return (out, values) if with_values else out
 
 
 def concat_channels(
@@ -484,6 +552,31 @@ def _(boxes, scores, bin_values, points, steps, xywh):
     )
 
 
+@torch.library.register_fake(f"{NAMESPACE}::area_attention", lib=_lib)
+def _(qkv, num_heads, area, scale, with_values):
+    batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
+    out = torch.empty(
+        (batch, channels, height, width),
+        dtype=qkv.dtype,
+        device=qkv.device,
+        memory_format=_aten.attention_format(qkv),
+    )
+    values = torch.empty_like(out) if with_values else qkv.new_empty(0)
+    # `attention_kernel_serves` in csrc/host/attention.cpp; ATen computes the softmax anew in backward.
+    kept = qkv.device.type == "cuda" and LIBRARY.loaded and qkv.dtype.itemsize == 2 and head_dim == 32
+    size = (batch, num_heads, height * width) if kept else (0,)
+    return out, values, qkv.new_empty(size, dtype=_stats_dtype(qkv.dtype))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::area_attention_backward", lib=_lib)
+def _(grad_out, grad_values, qkv, out, logsumexp, num_heads, area, scale):
+    attention_sizes(qkv, num_heads, area)
+    check_attention_gradients(grad_out, grad_values, out)
+    return torch.empty(
+        qkv.shape, dtype=qkv.dtype, device=qkv.device, memory_format=_aten.attention_format(qkv)
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- autograd
 
 for _name in (
@@ -496,6 +589,8 @@ for _name in (
     "concat_channels_out",
     "upsample_nearest_backward",
     "detect_decode",
+    "area_attention",
+    "area_attention_backward",
 ):
     _lib.impl(_name, getattr(_autograd, _name), "Autograd")
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import yolo12_fastconv
-from yolo12_fastconv import blocks, detections, error_rule, ops, patching
+from yolo12_fastconv import blocks, detections, error_rule, ops, patching, registry
 from yolo12_fastconv.parity_layers import LayerChecker, Progress, Settings
 from yolo12_fastconv.parity_report import ParityReport, ParityRow
 
@@ -105,16 +105,19 @@ def check_parity(
                     f"nothing of {type(live).__name__} can be patched, nothing to compare: {reasons}"
                 )
         patching.unpatch_modules(stock)
-        fast = _patched(ours)
-        _check_pairs(stock, fast)
+        fast, larger = _patched(ours), dict(registry.blocks_of(ours))
+        _check_pairs(stock, {**fast, **larger})
+        # The larger blocks' stock side: by themselves, since hooks are on those that the stock model runs.
+        twins = dict(copy.deepcopy(stock).named_modules())
+        pairs = {name: (block, twins[name]) for name, block in larger.items()}
         # A copy: a batch made in inference mode could take no part in autograd.
         x = batch.detach().clone().to(settings.device, torch.float32 if settings.autocast else dtype)
         report = ParityReport(mode, _environment(live, settings, x), kept=_kept(ours, fast))
         shown = sys.stderr.isatty() if progress is None else progress
-        with Progress(len(fast), shown) as bar:
-            checker = LayerChecker(fast, settings, report, bar)
+        with Progress(len(fast) + len(pairs), shown) as bar:
+            checker = LayerChecker(fast, pairs, settings, report, bar)
             stock_outputs = checker.run(stock, x)
-        report.unreached = [name for name in fast if name not in checker.calls]
+        report.unreached = [name for name in (*fast, *larger) if name not in checker.calls]
         _compare_outputs(report, settings, ours, stock, x, stock_outputs, conf, iou)
     return report
 
@@ -248,10 +251,9 @@ def _check_pairs(stock: nn.Module, fast: dict[str, Any]) -> None:
     twins = dict(stock.named_modules())
     for name, block in fast.items():
         twin = twins.get(name)
-        if type(twin) is not blocks.STOCK[type(block)]:
-            raise ValueError(
-                f"reference has no {blocks.STOCK[type(block)].__name__} named {name!r}, but {twin!r}"
-            )
+        expected = blocks.STOCK.get(type(block)) or registry.UNFUSED[type(block)]
+        if type(twin) is not expected:
+            raise ValueError(f"reference has no {expected.__name__} named {name!r}, but {twin!r}")
         if (twin._modules.get("bn") is None) != (block._modules.get("bn") is None):
             raise ValueError(
                 f"{name!r} is fused on one side only: give a reference in the same state as the model"

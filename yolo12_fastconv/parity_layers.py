@@ -1,4 +1,4 @@
-"""The comparison of single layers for `check_parity`: stock block, our block and the float64 truth on one input."""
+"""The comparison of single blocks for `check_parity`: stock block, our block and the float64 truth on one input."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yolo12_fastconv import blocks, error_rule, ops, reference
+from yolo12_fastconv import _config, blocks, error_rule, ops, reference
 from yolo12_fastconv.parity_report import ParityReport, ParityRow
 
 __all__ = ["LayerChecker", "Progress", "Settings"]
@@ -112,16 +112,25 @@ class LayerChecker:
     """
 
     def __init__(
-        self, fast: dict[str, Any], settings: Settings, report: ParityReport, progress: Progress
+        self,
+        fast: dict[str, Any],
+        larger: dict[str, tuple[Any, Any]],
+        settings: Settings,
+        report: ParityReport,
+        progress: Progress,
     ) -> None:
-        self.fast, self.settings, self.report, self.progress = fast, settings, report, progress
+        """`fast`: our `Conv` blocks by name. `larger`: our larger blocks, each with a stock twin that no model runs."""
+        self.fast, self.larger = fast, larger
+        self.settings, self.report, self.progress = settings, report, progress
         self.calls: dict[str, int] = {}
         self.buffers: dict[str, dict[str, Tensor]] = {}
 
     def run(self, stock: nn.Module, x: Tensor) -> Any:
         """Outputs of the stock model for `x`; the rows go to the report."""
         modules = dict(stock.named_modules())
-        handles = [modules[name].register_forward_pre_hook(self._hook(name)) for name in self.fast]
+        hooks = {name: self._hook(name) for name in self.fast}
+        hooks |= {name: self._larger_hook(name) for name in self.larger}
+        handles = [modules[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
         try:
             torch.manual_seed(self.settings.seed)
             with self.settings.running():
@@ -130,11 +139,22 @@ class LayerChecker:
             for handle in handles:
                 handle.remove()
 
+    def _step(self, name: str) -> str:
+        self.calls[name] = self.calls.get(name, 0) + 1
+        self.progress.step(name)
+        return name if self.calls[name] == 1 else f"{name} (call {self.calls[name]})"
+
+    def _larger_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            layer = self._step(name)
+            with torch.autocast(self.settings.device.type, enabled=False):
+                self._check_larger(layer, *self.larger[name], args[0].detach())
+
+        return hook
+
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(stock_block: nn.Module, args: tuple[Any, ...]) -> None:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            layer = name if self.calls[name] == 1 else f"{name} (call {self.calls[name]})"
-            self.progress.step(name)
+            layer = self._step(name)
             # The stock model's own run moves its buffers; a block that runs again starts where ours does.
             if name not in self.buffers:
                 self.buffers[name] = {key: value.clone() for key, value in stock_block.named_buffers()}
@@ -154,45 +174,141 @@ class LayerChecker:
         granted = _truth(stock_block, x, stock, settings, tf32=True).values if tf32 else {}
         geometry = _geometry(block.conv, x)
 
-        def add(quantity: str, shape: Sequence[int], comparison: error_rule.Comparison) -> None:
-            self.report.rows.append(ParityRow(layer, quantity, tuple(shape), geometry, kernel, comparison))
+        def floor(quantity: str) -> float:
+            return _floor(quantity, block.conv, stock.values["y"], settings)
 
-        def broken(quantity: str, shape: Sequence[int], problem: str) -> None:
-            add(quantity, shape, error_rule.Comparison.impossible(problem))
-
-        kernel = ""
+        comparison = _SideBySide(self.report.rows, layer, geometry, stock, truth, granted, floor)
         try:
             with _OpLog() as log:
                 ours = _Side.of(block, block, x, settings, stock.grad_y)
-            kernel = _kernel(block, x, settings) if log.used else _stock_reason(block)
-        except Exception as error:  # whatever our side raises is its difference from stock, which did not
-            broken("y", stock.values["y"].shape, f"raises {type(error).__name__}: {error}".splitlines()[0])
+            comparison.kernel = _kernel(block, x, settings) if log.used else _stock_reason(block)
+        except Exception as error:
+            comparison.raised(error)
             return
-        for quantity, expected in stock.values.items():
-            value, exact = ours.values.get(quantity), truth.values.get(quantity)
+        comparison.compare(ours)
+        if not _same(x, before):
+            comparison.broken("input", x.shape, "the call wrote to its input")
+            x.copy_(before)
+
+    def _check_larger(self, layer: str, block: Any, stock_block: Any, x: Tensor) -> None:
+        settings = self.settings
+        before = x.clone()
+        stock = _Side.of(stock_block, stock_block.forward, x, settings, None)
+        truth = _exact_side(stock_block, x, stock, settings)
+        tf32 = settings.precision == "tf32"
+        granted = _exact_side(stock_block, x, stock, settings, tf32=True).values if tf32 else {}
+        y = stock.values["y"]
+        convolutions = sum(isinstance(module, nn.Conv2d) for module in block.modules())
+        geometry = f"{type(stock_block).__name__}, {x.shape[1]}→{y.shape[1]}, {x.shape[2]}×{x.shape[3]}"
+
+        def floor(quantity: str) -> float:
+            known = quantity if quantity in ("y", "grad_x") else "grad_weight"
+            known = "output" if known == "y" else known
+            if quantity.endswith(("running_mean", "running_var")):
+                known = quantity.rpartition(".")[2]
+            # Each convolution adds an error of its own and passes on those before it, as in the whole model.
+            pixels = y.numel() // max(y.shape[1], 1)
+            return error_rule.tolerances().floor(known, settings.precision, pixels) * convolutions**0.5
+
+        comparison = _SideBySide(
+            self.report.blocks, layer, geometry, stock, _Truth(truth.values, {}), granted, floor, judge_max=False
+        )
+        comparison.kernel = block.fuses
+        try:
+            if not block.fused_now():
+                problem = block.structure_problem(block) or _config.DISABLE
+                comparison.kernel = f"stock: {problem}"
+            ours = _Side.of(block, block, x, settings, stock.grad_y)
+        except Exception as error:
+            comparison.raised(error)
+            return
+        comparison.compare(ours)
+        if not _same(x, before):
+            comparison.broken("input", x.shape, "the call wrote to its input")
+            x.copy_(before)
+
+
+@dataclass
+class _SideBySide:
+    """Turns what the sides of one block made into rows of the report."""
+
+    rows: list[ParityRow]
+    layer: str
+    geometry: str
+    stock: _Side
+    truth: _Truth
+    granted: dict[str, Tensor]
+    floor: Callable[[str], float]
+    judge_max: bool = True
+    """False for what many roundings went through: its largest error is one draw from a distribution with a long tail."""
+    kernel: str = ""
+
+    def add(self, quantity: str, shape: Sequence[int], comparison: error_rule.Comparison) -> None:
+        self.rows.append(
+            ParityRow(self.layer, quantity, tuple(shape), self.geometry, self.kernel, comparison)
+        )
+
+    def broken(self, quantity: str, shape: Sequence[int], problem: str) -> None:
+        self.add(quantity, shape, error_rule.Comparison.impossible(problem))
+
+    def raised(self, error: Exception) -> None:
+        # Whatever our side raises is its difference from stock, which did not.
+        problem = f"raises {type(error).__name__}: {error}".splitlines()[0]
+        self.broken("y", self.stock.values["y"].shape, problem)
+
+    def compare(self, ours: _Side) -> None:
+        for quantity, expected in self.stock.values.items():
+            value, exact = ours.values.get(quantity), self.truth.values.get(quantity)
             if expected is None or value is None:
                 if value is not expected:
-                    broken(quantity, (), f"is {_presence(value)}, stock's is {_presence(expected)}")
+                    self.broken(quantity, (), f"is {_presence(value)}, stock's is {_presence(expected)}")
             elif not expected.is_floating_point():
                 same = torch.equal(value, expected)
                 problem = "" if same else f"is {_short(value)}, stock's {_short(expected)}"
                 exactly = (0.0, 0.0)
-                add(quantity, expected.shape, error_rule.Comparison(exactly, exactly, exactly, problem))
-            else:
-                floor = _floor(quantity, block.conv, stock.values["y"], settings)
-                exact = expected.double() if exact is None else exact
-                scale = truth.scales.get(quantity, 0.0)
-                comparison = error_rule.compare(
-                    value, expected, exact, floor, scale=scale, granted=granted.get(quantity)
+                self.add(
+                    quantity, expected.shape, error_rule.Comparison(exactly, exactly, exactly, problem)
                 )
-                add(quantity, expected.shape, comparison)
-        for quantity in ours.values.keys() - stock.values.keys():
-            broken(quantity, (), "stock has no such tensor")
+            else:
+                exact = expected.double() if exact is None else exact
+                comparison = error_rule.compare(
+                    value,
+                    expected,
+                    exact,
+                    self.floor(quantity),
+                    scale=self.truth.scales.get(quantity, 0.0),
+                    granted=self.granted.get(quantity),
+                )
+                if not self.judge_max:
+                    limit = (float("inf"), comparison.limit[1])
+                    comparison = error_rule.Comparison(
+                        comparison.ours, comparison.stock, limit, comparison.problem
+                    )
+                self.add(quantity, expected.shape, comparison)
+        for quantity in ours.values.keys() - self.stock.values.keys():
+            self.broken(quantity, (), "stock has no such tensor")
         if ours.changed:
-            broken("state", (), f"the call changed {', '.join(ours.changed)}")
-        if not _same(x, before):
-            broken("input", x.shape, "the call wrote to its input")
-            x.copy_(before)
+            self.broken("state", (), f"the call changed {', '.join(ours.changed)}")
+
+
+def _exact_side(
+    block: nn.Module, x: Tensor, stock: _Side, settings: Settings, *, tf32: bool = False
+) -> _Side:
+    """What a larger block's stock forward makes in float64, or with every convolution's operands rounded to TF32."""
+    exact = copy.deepcopy(block).double()
+    settings = replace(settings, autocast=False)
+    grad_y = None if stock.grad_y is None else stock.grad_y.double()
+    if tf32:
+        for conv in exact.modules():
+            if isinstance(conv, nn.Conv2d):
+                conv.weight.data = error_rule.round_tf32(conv.weight.data).double()
+                conv.register_forward_pre_hook(_round_input)
+    return _Side.of(exact, exact.forward, x.double(), settings, grad_y)
+
+
+def _round_input(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    x = args[0]
+    return x + (error_rule.round_tf32(x).double() - x).detach()  # the gradient passes as if nothing was rounded
 
 
 class _OpLog(TorchDispatchMode):

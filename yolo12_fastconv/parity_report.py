@@ -60,6 +60,8 @@ class ParityReport:
     """Versions, device, precision, input, and what else the numbers depend on."""
     rows: list[ParityRow] = field(default_factory=list)
     """Layers in the order in which the model runs them."""
+    blocks: list[ParityRow] = field(default_factory=list)
+    """Larger blocks, made of layers and of each other, in the same order."""
     outputs: list[ParityRow] = field(default_factory=list)
     """Outputs of the whole model."""
     detections: DetectionReport | None = None
@@ -73,12 +75,12 @@ class ParityReport:
     def ok(self) -> bool:
         """Whether something was compared, and everything that was is within the rule."""
         detections_ok = self.detections is None or self.detections.ok
-        return bool(self.rows) and detections_ok and all(row.ok for row in (*self.rows, *self.outputs))
+        return bool(self.rows) and detections_ok and all(row.ok for row in (*self.rows, *self.blocks, *self.outputs))
 
     @property
     def first_bad(self) -> ParityRow | None:
-        """The first row outside the rule, layers first; None if there is none."""
-        return next((row for row in (*self.rows, *self.outputs) if not row.ok), None)
+        """The first row outside the rule, layers first, then larger blocks; None if there is none."""
+        return next((row for row in (*self.rows, *self.blocks, *self.outputs) if not row.ok), None)
 
     @property
     def worst(self) -> ParityRow | None:
@@ -87,15 +89,18 @@ class ParityReport:
 
     def layers(self) -> Iterator[tuple[str, list[ParityRow]]]:
         """Each layer's name with its rows."""
-        rows: dict[str, list[ParityRow]] = {}
-        for row in self.rows:
-            rows.setdefault(row.layer, []).append(row)
-        yield from rows.items()
+        yield from _by_name(self.rows)
+
+    def larger_blocks(self) -> Iterator[tuple[str, list[ParityRow]]]:
+        """Each larger block's name with its rows."""
+        yield from _by_name(self.blocks)
 
     def summary(self) -> str:
         """The verdict in one line."""
         layers = len(list(self.layers()))
-        counts = f"{layers} layers, {len(self.rows) + len(self.outputs)} tensors compared"
+        larger = len(list(self.larger_blocks()))
+        tensors = len(self.rows) + len(self.blocks) + len(self.outputs)
+        counts = f"{layers} layers, {larger} larger blocks, {tensors} tensors compared"
         if self.ok and self.worst is not None:
             worst = self.worst
             return (
@@ -104,7 +109,7 @@ class ParityReport:
             )
         bad = self.first_bad
         if bad is not None:
-            failed = sum(not row.ok for row in (*self.rows, *self.outputs))
+            failed = sum(not row.ok for row in (*self.rows, *self.blocks, *self.outputs))
             what = bad.comparison.problem or (
                 f"error {_errors(bad.comparison.ours)}, stock {_errors(bad.comparison.stock)}, "
                 f"limit {_errors(bad.comparison.limit)}"
@@ -123,6 +128,7 @@ class ParityReport:
             "mode": self.mode,
             "environment": self.environment,
             "layers": [row.to_dict() for row in self.rows],
+            "blocks": [row.to_dict() for row in self.blocks],
             "outputs": [row.to_dict() for row in self.outputs],
             "detections": None if self.detections is None else self.detections.to_dict(),
             "unreached": self.unreached,
@@ -153,10 +159,11 @@ class ParityReport:
         return "\n".join([*lines, *self._notes(), self.summary()])
 
     def _table(self) -> list[tuple[str, ...]]:
-        """One line per layer: its first broken quantity, or the one closest to its limit."""
+        """One line per layer, then one per larger block: its first broken quantity, or the one closest to its limit."""
         header = ("layer", "convolution", "quantity", "stock max", "ours max", "limit", "stock l2", "ours l2")
         table: list[tuple[str, ...]] = [(*header, "limit", "ratio", "verdict", "served by")]
-        groups = [*self.layers(), *((row.layer, [row]) for row in self.outputs)]
+        outputs = ((row.layer, [row]) for row in self.outputs)
+        groups = [*self.layers(), *self.larger_blocks(), *outputs]
         for layer, rows in groups:
             row = next((row for row in rows if not row.ok), None) or max(
                 rows, key=lambda r: r.comparison.used
@@ -176,6 +183,13 @@ class ParityReport:
             notes.append(f"not run on this batch, not compared: {', '.join(self.unreached)}")
         notes += [f"not patched: {name}: {reason}" for name, reason in self.kept.items()]
         return notes
+
+
+def _by_name(rows: list[ParityRow]) -> Iterator[tuple[str, list[ParityRow]]]:
+    groups: dict[str, list[ParityRow]] = {}
+    for row in rows:
+        groups.setdefault(row.layer, []).append(row)
+    yield from groups.items()
 
 
 def _pair(values: tuple[float, float]) -> dict[str, float | None]:

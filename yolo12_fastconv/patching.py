@@ -117,9 +117,9 @@ def patch_model(
     """Make every eligible block of a model run fused, forward and backward.
 
     `Conv` and `DWConv` blocks become one op each. The larger blocks that are made of them (`yolo12_fastconv.registry`
-    lists the types) hand residuals, and in inference the places of their concats, down to these, and `AAttn` has an
-    attention kernel. The blocks' classes are swapped; parameters, buffers and everything else stay the same objects. Idempotent. A
-    patched `ultralytics.YOLO` also trains patched. Logs one line.
+    lists the types) hand residuals, and in inference the places of their concats, down to these, and the attention of
+    `AAttn` is one op. The blocks' classes are swapped; parameters, buffers and everything else stay the same objects.
+    Idempotent. A patched `ultralytics.YOLO` also trains patched. Logs one line.
 
     Args:
         model: `ultralytics.YOLO` or another Ultralytics `Model`, a task model such as `DetectionModel`, or any module
@@ -268,7 +268,9 @@ def _plan(
         elif _config.disabled():
             reason = f"{_config.DISABLE} is set"
         elif unwanted or not wanted:
-            reason = "left out by include, exclude or attention" if larger else "left out by include or exclude"
+            reason = (
+                "left out by include, exclude or attention" if larger else "left out by include or exclude"
+            )
         else:
             reason = _why_not_fused(block) if larger else _why_not(block)
         if reason is not None:

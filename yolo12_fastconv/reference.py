@@ -86,3 +86,21 @@ def conv_bn_act_train(
     y = activate(F.batch_norm(z, None, None, bn_weight, bn_bias, True, 0.0, eps), act)
     var, mean = torch.var_mean(z.to(torch.promote_types(z.dtype, torch.float32)), dim=(0, 2, 3), correction=0)
     return (y if residual is None else y + residual), z, mean, var
+
+
+def area_attention(qkv: Tensor, num_heads: int, area: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Area attention of ``qkv`` (B, 3 * C, H, W) as Ultralytics' ``AAttn`` writes it: the output and the values, both
+    (B, C, H, W).
+    """
+    batch, channels, height, width = qkv.shape
+    rows = qkv.flatten(2).transpose(1, 2).reshape(batch * area, height * width // area, channels)
+    heads = rows.view(*rows.shape[:2], num_heads, channels // num_heads).permute(0, 2, 3, 1)
+    q, k, v = heads.chunk(3, dim=2)
+    weights = ((q * scale).transpose(-2, -1) @ k).softmax(dim=-1)
+    out = v @ weights.transpose(-2, -1)
+    return _pixels(out, batch, height, width), _pixels(v, batch, height, width)
+
+
+def _pixels(heads: Tensor, batch: int, height: int, width: int) -> Tensor:
+    # (B * area, heads, channels of a head, pixels of an area) to (B, C, H, W)
+    return heads.permute(0, 3, 1, 2).reshape(batch, height, width, -1).permute(0, 3, 1, 2)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from yolo12_fastconv import attention, csp, heads, neck
-from yolo12_fastconv.blocks import FAST, STOCK
+from yolo12_fastconv.blocks import FAST
 from yolo12_fastconv.fused_block import FusedBlock
 
 __all__ = ["FUSED", "UNFUSED", "blocks_of", "formula_problem"]
@@ -30,6 +30,7 @@ FUSED: dict[type[nn.Module], type[FusedBlock]] = {
         csp.FastC3,
         csp.FastC3k,
         csp.FastA2C2f,
+        attention.FastAAttn,
         attention.FastABlock,
         neck.FastUpsample,
         neck.FastConcat,

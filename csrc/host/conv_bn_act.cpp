@@ -37,6 +37,19 @@ Tensor conv_bn_act(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor 
   return convolution.run(affine, act_of(act), residual, /*pad_pixels=*/true);
 }
 
+void conv_bn_act_out(Tensor x, Tensor weight, Tensor out, OptionalTensor bias, OptionalTensor bn_weight,
+                     OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
+                     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding,
+                     std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Convolution convolution(x, weight, {stride, padding, dilation, groups}, dtype_of(dtype), allow_tf32);
+  const int64_t channels = convolution.shape().out_channels;
+  std::vector<Tensor> keep_alive;
+  Affine affine = batch_norm_of(bn_weight, bn_bias, running_mean, running_var, eps, channels, x, keep_alive);
+  affine.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
+  convolution.run_out(affine, act_of(act), residual, out);
+}
+
 Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight,
                            OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
                            std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,

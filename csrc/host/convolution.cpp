@@ -135,6 +135,37 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   const ConvShape& s = shape_;
   const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
   Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
+  if (y.numel() != 0) launch(choose(), affine, act, residual, y, pitch);
+  return y;
+}
+
+void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& residual, Tensor out) const {
+  const ConvShape& s = shape_;
+  if (out.dim() != 4 || out.size(0) != s.batch || out.size(1) != s.out_channels || out.size(2) != s.out_h ||
+      out.size(3) != s.out_w) {
+    fail("out must be ", s.batch, "x", s.out_channels, "x", s.out_h, "x", s.out_w, ", got ", text(sizes_of(out)));
+  }
+  if (dtype_of(out.scalar_type()) != dtype_ || !out.is_cuda() || out.get_device_index() != x_.get_device_index()) {
+    fail("out must have the dtype of the result and be on the device of x, cuda:", x_.get_device_index());
+  }
+  if (out.numel() == 0) return;
+  const KernelChoice choice = choose();
+  const bool depthwise = choice.family == Family::kDepthwiseMma || choice.family == Family::kDepthwise;
+  const int64_t pitch = row_stride(out);
+  // Depthwise kernels write dense rows only. The others write vectors where pixels are aligned, and slowly where not.
+  const bool direct = is_row_matrix(out) && has_aligned_rows(out, dtype_) && !(depthwise && pitch != s.out_channels);
+  if (direct) {
+    launch(choice, affine, act, residual, out, pitch);
+  } else {
+    torch::stable::copy_(out, run(affine, act, residual, /*pad_pixels=*/true));
+  }
+}
+
+KernelChoice Convolution::choose() const { return choose_kernel({shape_, dtype_, allow_tf32_, capability_of(x_)}); }
+
+void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
+                         const Tensor& y, int64_t pitch) const {
+  const ConvShape& s = shape_;
   ConvArgs args;
   args.shape = s;
   args.x = x_.const_data_ptr();
@@ -154,8 +185,6 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
     args.residual = rows.const_data_ptr();
     args.residual_strides = {row * s.out_w * s.out_h, 1, row * s.out_w, row};
   }
-  if (y.numel() == 0) return y;
-  const KernelChoice choice = choose_kernel({s, dtype_, allow_tf32_, capability_of(x_)});
   switch (choice.family) {
     case Family::kImplicitGemm:
     case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
@@ -164,7 +193,6 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
     case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
   }
-  return y;
 }
 
 void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const {

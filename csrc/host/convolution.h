@@ -26,6 +26,9 @@ class Convolution {
   // begin at aligned addresses, with gaps between them.
   Tensor run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels = false) const;
 
+  // The same into `out`, of any strides.
+  void run_out(const Affine& affine, Act act, const OptionalTensor& residual, Tensor out) const;
+
   // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
   Tensor cast_x() const;
   Tensor cast_weight() const;
@@ -36,6 +39,10 @@ class Convolution {
   cudaStream_t stream() const { return stream_; }
 
  private:
+  KernelChoice choose() const;
+  // y: not empty, pixels `pitch` elements apart.
+  void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual, const Tensor& y,
+              int64_t pitch) const;
   void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
   void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;

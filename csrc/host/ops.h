@@ -16,6 +16,11 @@ Tensor conv_bn_act(Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor 
                    std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
                    int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32);
 
+void conv_bn_act_out(Tensor x, Tensor weight, Tensor out, OptionalTensor bias, OptionalTensor bn_weight,
+                     OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
+                     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding,
+                     std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32);
+
 Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight,
                            OptionalTensor bn_bias, OptionalTensor running_mean, OptionalTensor running_var, double eps,
                            std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
@@ -46,6 +51,13 @@ Tensor upsample_nearest_backward(Tensor grad_y);
 
 std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
                                                  OptionalTensor bin_values, Tensor points, Tensor steps, bool xywh);
+
+using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor>;
+
+AttentionOutputs area_attention(Tensor qkv, int64_t num_heads, int64_t area, double scale, bool with_values);
+
+Tensor area_attention_backward(Tensor grad_out, OptionalTensor grad_values, Tensor qkv, Tensor out, Tensor logsumexp,
+                               int64_t num_heads, int64_t area, double scale);
 
 std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
