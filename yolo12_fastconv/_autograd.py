@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import reference
+from yolo12_fastconv import _aten_maps, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -62,6 +62,80 @@ def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _once_differentiable(_ops.conv_bn_act_train_backward.default, arguments)
+
+
+def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype) -> Tensor:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _Concat.apply(scales, dtype, *tensors)
+    with _BelowAutograd():
+        return _ops.concat_channels.default(tensors, scales, dtype)
+
+
+def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, out)):
+        raise RuntimeError(
+            "yolo12_fastconv: concat_channels_out has no gradient, since it writes to its argument: use "
+            "concat_channels, or call it under torch.no_grad()"
+        )
+    with _BelowAutograd():
+        _ops.concat_channels_out.default(tensors, scales, out)
+
+
+def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and grad_y.requires_grad:
+        return _UpsampleBackward.apply(grad_y)
+    with _BelowAutograd():
+        return _ops.upsample_nearest_backward.default(grad_y)
+
+
+def detect_decode(
+    boxes: list[Tensor],
+    scores: list[Tensor],
+    bin_values: Tensor | None,
+    points: Tensor,
+    steps: Tensor,
+    xywh: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = (*boxes, *scores, points, steps, *(() if bin_values is None else (bin_values,)))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):  # training decodes nothing
+        return _aten_maps.detect_decode(boxes, scores, bin_values, points, steps, xywh)
+    with _BelowAutograd():
+        return _ops.detect_decode.default(boxes, scores, bin_values, points, steps, xywh)
+
+
+class _Concat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scales: list[int], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        with _BelowAutograd():
+            y = _ops.concat_channels.default(list(tensors), scales, dtype)
+        ctx.parts = [(t.shape[1], scale, t.dtype) for t, scale in zip(tensors, scales, strict=True)]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        grads: list[Tensor | None] = []
+        begin = 0
+        for (channels, scale, dtype), wanted in zip(ctx.parts, ctx.needs_input_grad[2:], strict=True):
+            grad: Tensor | None = None
+            if wanted:
+                grad = grad_y.narrow(1, begin, channels)  # a view, as from the backward of torch.cat
+                if scale != 1:
+                    grad = _ops.upsample_nearest_backward.default(grad)
+                grad = grad.to(dtype)
+            grads.append(grad)
+            begin += channels
+        return (None, None, *grads)
+
+
+class _UpsampleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad_y: Tensor) -> Tensor:
+        with _BelowAutograd():
+            return _ops.upsample_nearest_backward.default(grad_y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _ops.concat_channels.default([grad], [2], grad.dtype)
 
 
 def area_attention(

@@ -90,6 +90,107 @@ def check_residual(residual: Tensor | None, size: list[int]) -> None:
         )
 
 
+def check_concat(tensors: list[Tensor], scales: list[int]) -> list[int]:
+    """Maps to be magnified and concatenated along their channels; returns the result's sizes (N, C, H, W)."""
+    _require(len(tensors) > 0, lambda: "tensors must hold at least one tensor")
+    _require(
+        len(scales) == len(tensors),
+        lambda: f"scales must have one entry per tensor, got {len(scales)} for {len(tensors)}",
+    )
+    size: list[int] = []
+    channels = 0
+    for i, (t, scale) in enumerate(zip(tensors, scales, strict=True)):
+        _require(scale in (1, 2), partial("scales must be 1 or 2, got {}".format, scale))
+        _require(t.dim() == 4, partial("tensors[{}] must be (N, C, H, W), got {}".format, i, tuple(t.shape)))
+        _require(
+            t.device == tensors[0].device,
+            partial("tensors[{}] is on {}, the first on {}".format, i, t.device, tensors[0].device),
+        )
+        mine = [t.shape[0], t.shape[2] * scale, t.shape[3] * scale]
+        size = size or mine
+        for ours, expected in zip(mine, size, strict=True):
+            _require(
+                ours == expected,
+                partial("tensors[{}] gives (N, H, W) = {}, the first {}".format, i, tuple(mine), tuple(size)),
+            )
+        channels += t.shape[1]
+    return [size[0], channels, *size[1:]]
+
+
+def check_concat_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
+    """The tensor that a concatenation is written to: its size, on its device."""
+    size = check_concat(tensors, scales)
+    _require(list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}")
+    _require(
+        out.device == tensors[0].device,
+        lambda: f"out must be on {tensors[0].device}, got {out.device}",
+    )
+
+
+def check_even(grad_y: Tensor) -> None:
+    """The gradient of a map that was magnified by 2."""
+    _require(grad_y.dim() == 4, lambda: f"grad_y must be (N, C, H, W), got {tuple(grad_y.shape)}")
+    h, w = grad_y.shape[2:]
+    _require(h % 2 == 0 and w % 2 == 0, lambda: f"grad_y must have even height and width, got {h}x{w}")
+
+
+def check_detect(
+    boxes: list[Tensor], scores: list[Tensor], bin_values: Tensor | None, points: Tensor, steps: Tensor
+) -> tuple[int, int, int, int]:
+    """A detection head's maps; returns N, channels of the boxes, classes and the number of anchors."""
+    _require(
+        0 < len(boxes) == len(scores),
+        lambda: f"boxes and scores must have one map per level, got {len(boxes)} and {len(scores)}",
+    )
+    for t in (*boxes, *scores):
+        _require(
+            t.dim() == 4,
+            partial("boxes and scores must be (N, C, H, W) maps, got {}".format, tuple(t.shape)),
+        )
+    batch, channels, classes = boxes[0].shape[0], boxes[0].shape[1], scores[0].shape[1]
+    _require(
+        channels > 0 and channels % 4 == 0,
+        lambda: f"boxes must have a multiple of 4 channels, got {channels}",
+    )
+    anchors = 0
+    for i, (box, score) in enumerate(zip(boxes, scores, strict=True)):
+        h, w = box.shape[2:]
+        agrees = (box.shape[0], box.shape[1]) == (batch, channels) and tuple(score.shape) == (
+            batch,
+            classes,
+            h,
+            w,
+        )
+        _require(
+            agrees and box.dtype == score.dtype == boxes[0].dtype,
+            partial(
+                "boxes and scores must agree in batch, map sizes of a level, channels of all levels and dtype; level {} "
+                "is {} {} and {} {}".format,
+                i,
+                tuple(box.shape),
+                box.dtype,
+                tuple(score.shape),
+                score.dtype,
+            ),
+        )
+        anchors = anchors + h * w
+    bins = channels // 4
+    _require(
+        bins == 1 if bin_values is None else bin_values.numel() == bins,
+        lambda: f"bin_values must have {bins} elements, one per bin, and may be absent for one bin alone",
+    )
+    _require(
+        tuple(points.shape) == (2, anchors) and tuple(steps.shape) == (1, anchors),
+        lambda: f"points must be (2, {anchors}) and steps (1, {anchors}), got {tuple(points.shape)} and {tuple(steps.shape)}",
+    )
+    for t in (points, steps):
+        _require(
+            t.dtype == boxes[0].dtype and t.device == boxes[0].device,
+            lambda: "points and steps must have the dtype and device of boxes",
+        )
+    return batch, channels, classes, anchors
+
+
 def check_out(out: Tensor, size: list[int], x: Tensor, dtype: torch.dtype) -> None:
     """The tensor to write to: the result's size and dtype, on the device of `x`."""
     _require(list(out.shape) == size, lambda: f"out must be {tuple(size)}, got {tuple(out.shape)}")

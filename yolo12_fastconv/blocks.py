@@ -25,7 +25,7 @@ from ultralytics.nn.modules.conv import Conv, DWConv  # noqa: E402
 __all__ = ["FAST", "STOCK", "FallbackError", "FastConv", "FastDWConv", "kernel_reason", "structure_reason"]
 
 _FUSED_ACTIVATIONS = {nn.SiLU: "silu", nn.Identity: "identity"}
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class FallbackError(RuntimeError):
@@ -122,7 +122,7 @@ def _run(
     if reason is None:
         weight, bias = parameter(conv, "weight"), parameter(conv, "bias")
         dtype = ops.compute_dtype(x)
-        reason = _input_reason(x, dtype, weight, bias)
+        reason = input_reason(x, dtype, weight, bias)
         if bn is not None:
             gamma, beta = parameter(bn, "weight"), parameter(bn, "bias")
             mean, var = buffer(bn, "running_mean"), buffer(bn, "running_var")
@@ -270,31 +270,15 @@ def has_hooks(module: nn.Module) -> bool:
 # Besides what the op cannot do, the reasons below are those for which stock raises an error: so that it stays stock's.
 
 
-def _input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> str | None:
-    # `dtype` is what the convolution computes in: another than that of `x` means autocast.
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return f"the input is a {type(x).__name__}, not a plain tensor"
+def input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why a convolution of `x` with these parameters computes as stock; None if the op can. `dtype`: that of
+    `ops.compute_dtype`."""
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
-    # A compiler traces through transforms by itself, and could not trace these questions.
-    if not torch.compiler.is_compiling() and (
-        torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
-    ):
-        return "a function transform or forward-mode differentiation is active"
-    device = x.device
-    if x.is_cuda:
-        problem = _device_problem(device.index, dtype) if ops.LIBRARY.loaded else None
-        if problem is not None:
-            return problem
-    elif device.type != "cpu":
-        return f"the input is on {device}"
-    if x.dim() != 4 or x.layout is not torch.strided:
-        return "the input is not a dense (N, C, H, W) tensor"
-    if x.numel() == 0:
-        return "the input is empty"
-    given = x.dtype
-    if given not in _DTYPES:
-        return f"the input is {given}"
+    problem = map_reason(x, dtype)
+    if problem is not None:
+        return problem
+    given, device = x.dtype, x.device
     for tensor in (weight, bias):
         if tensor is None:
             continue
@@ -304,9 +288,35 @@ def _input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | 
         if tensor.dtype is not given and (
             not torch.is_autocast_enabled(device.type)
             or torch.float64 in (given, tensor.dtype)
-            or tensor.dtype not in _DTYPES
+            or tensor.dtype not in DTYPES
         ):
             return f"the input is {given}, conv holds {tensor.dtype}"
+    return None
+
+
+def map_reason(x: Any, dtype: torch.dtype | None = None) -> str | None:
+    """Why the ops cannot take `x`, which should be a map (N, C, H, W); None if they can. `dtype`: what they compute in,
+    if not in that of `x`."""
+    if type(x) is not Tensor and type(x) is not Parameter:
+        return f"the input is a {type(x).__name__}, not a plain tensor"
+    # A compiler traces through transforms by itself, and could not trace these questions.
+    if not torch.compiler.is_compiling() and (
+        torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
+    ):
+        return "a function transform or forward-mode differentiation is active"
+    device = x.device
+    if x.is_cuda:
+        problem = _device_problem(device.index, dtype or x.dtype) if ops.LIBRARY.loaded else None
+        if problem is not None:
+            return problem
+    elif device.type != "cpu":
+        return f"the input is on {device}"
+    if x.dim() != 4 or x.layout is not torch.strided:
+        return "the input is not a dense (N, C, H, W) tensor"
+    if x.numel() == 0:
+        return "the input is empty"
+    if x.dtype not in DTYPES:
+        return f"the input is {x.dtype}"
     return None
 
 

@@ -12,17 +12,20 @@ at multiples of 8 elements, as in a channel slice of a wider tensor, which the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten, _autograd, _library
+from yolo12_fastconv import _aten, _aten_maps, _autograd, _library
 from yolo12_fastconv._shapes import (
     attention_sizes,
     check_attention_gradients,
     check_channels,
+    check_concat,
+    check_concat_out,
+    check_detect,
     check_out,
     check_residual,
     check_statistics,
@@ -33,9 +36,12 @@ from yolo12_fastconv.reference import ACTIVATIONS
 __all__ = [
     "BatchNormState",
     "area_attention",
+    "concat_channels",
+    "concat_channels_out",
     "conv_bn_act",
     "conv_bn_act_out",
     "conv_bn_act_train",
+    "detect_decode",
     "update_running_stats_",
 ]
 
@@ -78,6 +84,13 @@ SCHEMAS = {
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
         " float? momentum, SymInt count) -> ()"
     ),
+    "concat_channels": "(Tensor[] tensors, SymInt[] scales, ScalarType dtype) -> Tensor",
+    "concat_channels_out": "(Tensor[] tensors, SymInt[] scales, Tensor(a!) out) -> ()",
+    "upsample_nearest_backward": "(Tensor grad_y) -> Tensor",
+    "detect_decode": (
+        "(Tensor[] boxes, Tensor[] scores, Tensor? bin_values, Tensor points, Tensor steps, bool xywh)"
+        " -> (Tensor y, Tensor all_boxes, Tensor all_scores)"
+    ),
     "area_attention": _ATTENTION,
     "area_attention_backward": _ATTENTION_BACKWARD,
     # The same on ATen: what the compiled library calls where it has no kernel.
@@ -104,11 +117,17 @@ for _name, _schema in SCHEMAS.items():
     _lib.define(_name + _schema)
 
 _ops = getattr(torch.ops, NAMESPACE)
+
+
+def _aten_kernel(name: str) -> Callable:
+    return getattr(_aten if hasattr(_aten, name) else _aten_maps, name)
+
+
 for _name in SCHEMAS:
     if _name in _ATEN_OPS:
-        _lib.impl(_name, getattr(_aten, _name.removesuffix("_aten")), "CUDA")
+        _lib.impl(_name, _aten_kernel(_name.removesuffix("_aten")), "CUDA")
     elif _name not in _HOST_OPS:
-        _lib.impl(_name, getattr(_aten, _name), "CPU")
+        _lib.impl(_name, _aten_kernel(_name), "CPU")
 
 LIBRARY = _library.load()
 """What was loaded, or why not: `yolo12_fastconv._library.LibraryStatus`."""
@@ -116,7 +135,7 @@ LIBRARY = _library.load()
 if not LIBRARY.loaded:
     for _name in SCHEMAS:
         if _name not in _HOST_OPS + _ATEN_OPS:
-            _lib.impl(_name, getattr(_aten, _name), "CUDA")
+            _lib.impl(_name, _aten_kernel(_name), "CUDA")
 
 
 class BatchNormState(NamedTuple):
@@ -339,6 +358,90 @@ def area_attention(
     return (out, values) if with_values else out
 
 
+def concat_channels(
+    tensors: Sequence[Tensor], scales: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Concatenation of maps along their channels, each magnified by nearest neighbour on the way.
+
+    Args:
+        tensors: (N, C_i, H / scale_i, W / scale_i), at least one, on one device; float16, bfloat16, float32 or float64,
+            each of any strides. NHWC ones, and channel slices of them, are read in place.
+        scales: 1 or 2 for each tensor; None means 1 for all. 2 is `torch.nn.Upsample` with ``scale_factor=2`` and
+            ``mode="nearest"``.
+        dtype: of the result; None means the type that the tensors' types promote to. Not changed by autocast.
+
+    Returns:
+        y: (N, sum of C_i, H, W): channels_last on CUDA, on a CPU as `torch.cat` would return it. Differentiable at any
+        order. The gradient of an upsampled tensor is summed in float32 (float64 for float64), in one order.
+
+    Raises:
+        RuntimeError: sizes or devices that do not fit together, or another scale; the message names them.
+    """
+    if not tensors:  # the dispatcher's own words for it are a page long
+        raise RuntimeError("yolo12_fastconv: tensors must hold at least one tensor")
+    if scales is None:
+        scales = [1] * len(tensors)
+    if dtype is None:
+        dtype = tensors[0].dtype
+        for t in tensors[1:]:
+            dtype = torch.promote_types(dtype, t.dtype)
+    op = _ops.concat_channels.default if torch.compiler.is_compiling() else _autograd.concat_channels
+    return op(list(tensors), list(scales), dtype)
+
+
+def concat_channels_out(tensors: Sequence[Tensor], scales: Sequence[int] | None, out: Tensor) -> None:
+    """`concat_channels` that writes its result into `out`.
+
+    Args:
+        tensors, scales: as `concat_channels`. None may share memory with `out`.
+        out: (N, sum of C_i, H, W), of any dtype. A kernel writes it directly if it is NHWC or a channel slice of NHWC;
+            else the result is copied there.
+
+    Raises:
+        RuntimeError: as `concat_channels`; `out` of another size or device; a gradient would be wanted, which an op that
+            writes to its argument has not.
+    """
+    op = _ops.concat_channels_out.default if torch.compiler.is_compiling() else _autograd.concat_channels_out
+    op(list(tensors), [1] * len(tensors) if scales is None else list(scales), out)
+
+
+def detect_decode(
+    boxes: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    bin_values: Tensor | None,
+    points: Tensor,
+    steps: Tensor,
+    *,
+    xywh: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a detection head returns in inference, from the maps of its levels.
+
+    The levels are put one behind the other along A, their number of pixels in sum. A side of a box is the expectation
+    ``sum(softmax(bins) * bin_values)`` (Distribution Focal Loss), the sides being the distances from the anchor point to
+    the left, top, right and bottom edge.
+
+    Args:
+        boxes: (N, 4 * bins, H_i, W_i) per level, one dtype; NHWC maps are read in place. The CUDA kernel takes up to 16
+            bins and 8 levels.
+        scores: (N, classes, H_i, W_i) per level, in the dtype of `boxes`.
+        bin_values: `bins` elements, of any shape; None for a single bin that is the distance itself.
+        points: (2, A), x and y of the anchor points, in pixels of their level; dtype of `boxes`.
+        steps: (1, A), image pixels per pixel of the level; dtype of `boxes`.
+        xywh: boxes as centre and size, else as left, top, right, bottom.
+
+    Returns:
+        y: (N, 4 + classes, A): boxes in image pixels, and sigmoid of the scores. On CUDA computed in float32 (float64 for
+            float64) and rounded once.
+        boxes, scores: (N, 4 * bins, A) and (N, classes, A): the maps. All three are contiguous. Differentiable; then
+            ATen computes.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices that do not fit together; the message names them.
+    """
+    op = _ops.detect_decode.default if torch.compiler.is_compiling() else _autograd.detect_decode
+    return op(list(boxes), list(scores), bin_values, points, steps, xywh)
+
+
 # ----------------------------------------------------------------------------------------------------- fake kernels
 
 
@@ -423,6 +526,34 @@ def _(running_mean, running_var, num_batches_tracked, mean, var, momentum, count
     return None
 
 
+@torch.library.register_fake(f"{NAMESPACE}::concat_channels", lib=_lib)
+def _(tensors, scales, dtype):
+    if tensors[0].device.type != "cuda":
+        return _aten_maps.concat_channels(tensors, scales, dtype)
+    size = check_concat(tensors, scales)
+    return torch.empty(size, dtype=dtype, device=tensors[0].device, memory_format=torch.channels_last)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::concat_channels_out", lib=_lib)
+def _(tensors, scales, out):
+    check_concat_out(tensors, scales, out)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::upsample_nearest_backward", lib=_lib)
+def _(grad_y):
+    return _aten_maps.upsample_nearest_backward(grad_y)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::detect_decode", lib=_lib)
+def _(boxes, scores, bin_values, points, steps, xywh):
+    batch, channels, classes, anchors = check_detect(boxes, scores, bin_values, points, steps)
+    return (
+        boxes[0].new_empty(batch, 4 + classes, anchors),
+        boxes[0].new_empty(batch, channels, anchors),
+        boxes[0].new_empty(batch, classes, anchors),
+    )
+
+
 @torch.library.register_fake(f"{NAMESPACE}::area_attention", lib=_lib)
 def _(qkv, num_heads, area, scale, with_values):
     batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
@@ -456,6 +587,10 @@ for _name in (
     "conv_bn_act_train",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
+    "concat_channels",
+    "concat_channels_out",
+    "upsample_nearest_backward",
+    "detect_decode",
     "area_attention",
     "area_attention_backward",
 ):

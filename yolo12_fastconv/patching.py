@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from yolo12_fastconv import _compat, _config, blocks, ops, registry
+from yolo12_fastconv import _compat, _config, blocks, neck, ops, registry
 from yolo12_fastconv.blocks import FAST, STOCK, Conv, is_fused_forward
 from yolo12_fastconv.registry import FUSED, UNFUSED
 
@@ -303,6 +303,7 @@ def _apply(network: nn.Module, plan: PatchSummary) -> None:
         block = modules[name]
         block.__class__ = FAST.get(type(block)) or FUSED[type(block)]
         _rebind_fused_forward(block)
+    neck.link_layers(network)
     for name in plan.strict:
         modules[name]._fc_strict = name or type(modules[name]).__name__
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yolo12_fastconv import attention, csp
+from yolo12_fastconv import attention, csp, heads, neck
 from yolo12_fastconv.blocks import FAST
 
 __all__ = ["FUSED", "UNFUSED", "blocks_of", "formula_problem"]
@@ -31,6 +31,12 @@ FUSED: dict[type[nn.Module], Any] = {
         csp.FastA2C2f,
         attention.FastAAttn,
         attention.FastABlock,
+        neck.FastUpsample,
+        neck.FastConcat,
+        heads.FastDetect,
+        heads.FastSegment,
+        heads.FastPose,
+        heads.FastOBB,
     )
 }
 """Stock class to fast class, of blocks made of others."""
@@ -93,7 +99,19 @@ def _same_numbers(fast: Any, arguments: tuple[Any, ...]) -> bool:
         twin.train(training)
         with torch.set_grad_enabled(training):
             ours, expected = twin(x), block.forward(x)
-        pairs = [(ours, expected), *zip(twin.buffers(), block.buffers(), strict=True)]
+        pairs = zip((*_tensors(ours), *twin.buffers()), (*_tensors(expected), *block.buffers()), strict=True)
         if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs):
             return False
     return True
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nested output; the names in a dictionary are part of it."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for name in sorted(output):
+            yield from _tensors(output[name])
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _tensors(part)

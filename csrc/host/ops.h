@@ -43,6 +43,15 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
 void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
                            Tensor var, std::optional<double> momentum, int64_t count);
 
+Tensor concat_channels(std::vector<Tensor> tensors, std::vector<int64_t> scales, ScalarType dtype);
+
+void concat_channels_out(std::vector<Tensor> tensors, std::vector<int64_t> scales, Tensor out);
+
+Tensor upsample_nearest_backward(Tensor grad_y);
+
+std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
+                                                 OptionalTensor bin_values, Tensor points, Tensor steps, bool xywh);
+
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor>;
 
 AttentionOutputs area_attention(Tensor qkv, int64_t num_heads, int64_t area, double scale, bool with_values);

@@ -3,6 +3,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "device/kernels.h"
 
 namespace yolo12_fastconv {
@@ -59,6 +61,12 @@ Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w
 
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype) {
   return empty_strided(like, {size}, {1}, torch_dtype(dtype));
+}
+
+Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(sizes[dim], 1);
+  return empty_strided(like, sizes, strides, torch_dtype(dtype));
 }
 
 Tensor empty_bytes(const Tensor& like, int64_t size) {

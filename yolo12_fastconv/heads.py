@@ -1,0 +1,227 @@
+"""Fast classes of the detection heads: `Detect`, `Segment`, `Pose`, `OBB`.
+
+In inference, the last convolutions (plain 1x1 `nn.Conv2d` with a bias) run as the fused op, and one kernel makes all
+outputs of their maps. In training stock's operations compute, and the outputs are laid out as their maps are. In exports,
+and for heads of another structure, stock computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yolo12_fastconv import blocks, ops
+from yolo12_fastconv.fused_block import FusedBlock, child, is_watched
+from yolo12_fastconv.fused_block import run as run_child
+
+from ultralytics.nn.modules.block import DFL  # isort: skip  (blocks has checked that)
+from ultralytics.nn.modules.head import OBB, Detect, Pose, Segment  # isort: skip
+from ultralytics.utils.tal import make_anchors  # isort: skip
+
+__all__ = ["FastDetect", "FastOBB", "FastPose", "FastSegment"]
+
+MOST_BINS, MOST_LEVELS = 16, 8
+"""What the kernel takes: csrc/device/maps.h."""
+
+_OWN = frozenset({"forward_head", "_inference", "_get_decode_boxes", "decode_bboxes", "one2many"})
+_DECODED = "_fc_decoded"
+
+
+_IDENTITY = nn.Identity()
+
+
+class _Decoding:
+    """The box head as `FastDetect.run` hands it to `forward_head`: what comes back is decoded too."""
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+
+
+def _constructor_arguments(stock: type) -> tuple[Any, ...]:
+    """Arguments of a small head, in the order that this Ultralytics has them in."""
+    small = {"nc": 1, "nm": 1, "npr": 1, "ne": 1, "kpt_shape": (1, 2), "reg_max": 1, "ch": (8,)}
+    parameters = list(inspect.signature(stock).parameters.values())
+    return tuple(small.get(p.name, p.default) for p in parameters)
+
+
+def _sample(stock: type, **values: Any) -> tuple[Any, ...]:
+    parameters = list(inspect.signature(stock).parameters.values())
+    return tuple(values.get(p.name, p.default) for p in parameters)
+
+
+class FastDetect(FusedBlock, Detect):
+    """Boxes and classes of the maps of several levels; see `yolo12_fastconv.ops.detect_decode`.
+
+    The fast classes of `Segment`, `Pose` and `OBB` have their stock class in front of this one, whose methods call
+    `Detect`'s by ``super()`` and so reach these.
+    """
+
+    _stock = Detect
+    _stock_args = _constructor_arguments(Detect)
+    fuses = "last convolutions, decoding"
+    samples = (_sample(Detect, nc=3, ch=(8, 16)),)
+    decodes = True
+    """Whether the boxes are decoded as `Detect` does."""
+
+    @classmethod
+    def sample_input(cls, block: Any) -> list[Tensor]:
+        block.stride = torch.tensor([8.0, 16.0])  # a model sets it when it is built
+        return [torch.randn(2, 8, 4, 6, dtype=torch.float64), torch.randn(2, 16, 2, 3, dtype=torch.float64)]
+
+    @classmethod
+    def structure_problem(cls, block: Any) -> str | None:
+        if getattr(block, "one2one_cv2", None) is not None or block.cv2 is None or block.cv3 is None:
+            return "has one-to-one heads"
+        if not _OWN.isdisjoint(block.__dict__):
+            return f"has its own {', '.join(sorted(_OWN & set(block.__dict__)))} (instance attributes)"
+        if not 0 < block.nl <= MOST_LEVELS or not 0 < block.reg_max <= MOST_BINS:
+            return f"has {block.nl} levels and {block.reg_max} bins, the kernel takes {MOST_LEVELS} and {MOST_BINS}"
+        dfl = child(block, "dfl")
+        if is_watched(dfl):
+            return "dfl has hooks or a forward of its own"
+        if type(dfl) is DFL:
+            conv = child(dfl, "conv")
+            if type(conv) is not nn.Conv2d or is_watched(conv) or conv.bias is not None:
+                return "dfl.conv has hooks, a bias, or is no plain nn.Conv2d"
+            if tuple(conv.weight.shape) != (1, block.reg_max, 1, 1) or dfl.c1 != block.reg_max:
+                return f"dfl.conv has weights {tuple(conv.weight.shape)} for {block.reg_max} bins"
+        elif type(dfl) is not nn.Identity or block.reg_max != 1:
+            return f"dfl is {type(dfl).__name__} for {block.reg_max} bins"
+        return None
+
+    def forward(self, x: list[Tensor]) -> Any:
+        """As `Detect`."""
+        return self.run(x) if self.fused_now() else Detect.forward(self, x)
+
+    def run(self, x: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
+        if self.training or self.export or not isinstance(x, list) or len(x) != self.nl:
+            return Detect.forward(self, x)
+        heads = self.one2many
+        heads["box_head"] = _Decoding(heads["box_head"])
+        predictions = self.forward_head(x, **heads)
+        return self._inference(predictions), predictions
+
+    def forward_head(self, x: list[Tensor], box_head: Any = None, cls_head: Any = None) -> dict[str, Any]:
+        """As `Detect`; after `run` also ``"_fc_decoded"``, which `_inference` takes out again."""
+        if not isinstance(box_head, _Decoding):
+            if not self.training or box_head is None or cls_head is None or not self.fused_now():
+                return Detect.forward_head(self, x, box_head, cls_head)
+            return {
+                "boxes": _join([box_head[i](x[i]) for i in range(self.nl)]),
+                "scores": _join([cls_head[i](x[i]) for i in range(self.nl)]),
+                "feats": x,
+            }
+        boxes = [_head(box_head.head[i], x[i]) for i in range(self.nl)]
+        scores = [_head(cls_head[i], x[i]) for i in range(self.nl)]
+        if self.decodes and self._decodable(boxes, scores):
+            shape = x[0].shape
+            if self.dynamic or self.shape != shape:
+                self.anchors, self.strides = (a.transpose(0, 1) for a in make_anchors(x, self.stride, 0.5))
+                self.shape = shape
+            points, steps = self.anchors, self.strides
+            if self._fits(boxes, points, steps):
+                values = None if self.reg_max == 1 else child(child(self, "dfl"), "conv").weight
+                y, all_boxes, all_scores = ops.detect_decode(
+                    boxes, scores, values, points, steps, xywh=not self.xyxy
+                )
+                return {"boxes": all_boxes, "scores": all_scores, "feats": x, _DECODED: y}
+        return {"boxes": _levels(boxes), "scores": _levels(scores), "feats": x}
+
+    def _inference(self, x: dict[str, Any]) -> Tensor:
+        """As `Detect`."""
+        decoded = x.pop(_DECODED, None)
+        return Detect._inference(self, x) if decoded is None else decoded
+
+    def _decodable(self, boxes: list[Tensor], scores: list[Tensor]) -> bool:
+        """Whether these are maps as the op takes them, without gradients, in one dtype that stock would keep."""
+        first = boxes[0]
+        for channels, maps in ((4 * self.reg_max, boxes), (self.nc, scores)):
+            for t, level in zip(maps, boxes, strict=True):
+                if (
+                    type(t) is not Tensor
+                    or t.dtype is not first.dtype
+                    or t.device != first.device
+                    or t.dim() != 4
+                    or t.shape != (first.shape[0], channels, *level.shape[2:])
+                    or (t.requires_grad and torch.is_grad_enabled())
+                ):
+                    return False
+        # Under autocast the convolution of `dfl` rounds to autocast's type.
+        return blocks.map_reason(first) is None and ops.compute_dtype(first) is first.dtype
+
+    def _fits(self, boxes: list[Tensor], points: Tensor, steps: Tensor) -> bool:
+        """Whether anchors and strides belong to these maps, and promote nothing; where not, stock has its own say."""
+        anchors = sum(t.shape[2] * t.shape[3] for t in boxes)
+        return all(
+            type(t) is Tensor
+            and t.dtype is boxes[0].dtype
+            and t.device == boxes[0].device
+            and t.shape == (rows, anchors)
+            for t, rows in ((points, 2), (steps, 1))
+        )
+
+
+class FastSegment(Segment, FastDetect):
+    """`FastDetect` with mask coefficients and prototypes."""
+
+    _stock = Segment
+    _stock_args = _constructor_arguments(Segment)
+    samples = (_sample(Segment, nc=3, nm=4, npr=8, ch=(8, 16)),)
+
+
+class FastPose(Pose, FastDetect):
+    """`FastDetect` with keypoints."""
+
+    _stock = Pose
+    _stock_args = _constructor_arguments(Pose)
+    samples = (_sample(Pose, nc=3, kpt_shape=(2, 3), ch=(8, 16)),)
+
+
+class FastOBB(OBB, FastDetect):
+    """Rotated boxes: the last convolutions are fast, decoding is stock's."""
+
+    _stock = OBB
+    _stock_args = _constructor_arguments(OBB)
+    fuses = "last convolutions"
+    samples = (_sample(OBB, nc=3, ch=(8, 16)),)
+    decodes = False
+
+
+def _levels(maps: list[Tensor]) -> Tensor:
+    """(N, C, A), contiguous, of the maps (N, C, H, W) of all levels."""
+    return torch.cat([t.view(t.shape[0], t.shape[1], -1) for t in maps], -1)
+
+
+def _join(maps: list[Tensor]) -> Tensor:
+    """The same in the layout (N, A, C): from NHWC maps that is a copy of long runs, forward and backward, instead of two
+    transpositions, and the losses of Ultralytics take their predictions in that order."""
+    if all(t.is_cuda and t.dim() == 4 and t.stride(1) == 1 for t in maps):
+        return torch.cat([t.permute(0, 2, 3, 1).flatten(1, 2) for t in maps], 1).transpose(1, 2)
+    return _levels(maps)
+
+
+def _head(head: Any, x: Tensor) -> Tensor:
+    """``head(x)`` for a sequence of blocks that ends in a plain convolution, which runs as the fused op."""
+    if type(head) is not nn.Sequential or is_watched(head) or not head._modules:
+        return head(x)
+    *layers, last = head._modules.values()
+    for layer in layers:
+        x = run_child(layer, x)
+    return _convolution(last, x)
+
+
+def _convolution(conv: Any, x: Tensor) -> Tensor:
+    """``conv(x)``: by the fused op if nobody watches, and no gradient is recorded, for which stock's backward is as
+    fast."""
+    if type(conv) is not nn.Conv2d or is_watched(conv) or blocks.structure_reason(conv, None, _IDENTITY) is not None:
+        return conv(x)
+    weight, bias = blocks.parameter(conv, "weight"), blocks.parameter(conv, "bias")
+    if blocks.input_reason(x, ops.compute_dtype(x), weight, bias) is not None:
+        return conv(x)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return conv(x)
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return ops.conv_bn_act(x, weight, bias, None, None, *geometry, act="identity")
