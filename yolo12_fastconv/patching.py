@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from yolo12_fastconv import _compat, _config, blocks, ops
+from yolo12_fastconv import _compat, _config, blocks, graphs, ops
 from yolo12_fastconv.blocks import FAST, STOCK, Conv
 
 from ultralytics.engine.model import Model  # isort: skip  (blocks has checked that Ultralytics can be imported)
@@ -88,6 +88,7 @@ def patch_model(
     *,
     include: Selector = None,
     exclude: Selector = None,
+    cuda_graph: bool = False,
     inplace: bool = True,
     strict: bool = False,
 ) -> AnyModule:
@@ -103,6 +104,9 @@ def patch_model(
         include: blocks to patch: a name pattern ("model.0.*", as `fnmatch`), several, or a callable
             ``(name, block) -> bool``; None means all. Names are those of `named_modules()` of the innermost model.
         exclude: blocks to leave stock, in the same forms; it wins over `include`.
+        cuda_graph: True lets a task model replay CUDA graphs of calls in evaluation mode without gradients whose inputs
+            repeat in shape, dtype and layout (`yolo12_fastconv.graphs` has the conditions); a later call without it
+            switches graphs off. Copies for prediction and validation have graphs of their own; training has none.
         inplace: False copies the model and its weights first and patches the copy.
         strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
             anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
@@ -112,7 +116,8 @@ def patch_model(
 
     Raises:
         PatchError: nothing in the model can be patched, its model is an exported file, this Ultralytics computes
-            something else in `Conv`, or `strict` is set and a block would fall back.
+            something else in `Conv`, `strict` is set and a block would fall back, or `cuda_graph` is set for what is
+            not one of Ultralytics' task models.
         TypeError: an argument of the wrong type.
     """
     if not isinstance(model, nn.Module):
@@ -130,16 +135,19 @@ def patch_model(
     plan = _plan(network, include, exclude, strict)
     if not plan.patched:
         raise PatchError(_nothing_to_patch(network, plan))
+    _check_graphs(network, cuda_graph)
     if not inplace:
         model = _copy(model)
         network = _network(model)
     _apply(network, plan)
+    (graphs.enable if cuda_graph else graphs.disable)(network)
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
-        training.adopt(model, include=include, exclude=exclude, strict=strict)
+        training.adopt(model, include=include, exclude=exclude, strict=strict, cuda_graph=cuda_graph)
         model.predictor = None  # a cached predictor owns a copy of the unpatched model
-    logger.info("yolo12_fastconv: %s (%s)", plan, _served_by(network))
+    suffix = ", CUDA graphs on" if cuda_graph else ""
+    logger.info("yolo12_fastconv: %s (%s)%s", plan, _served_by(network), suffix)
     return model
 
 
@@ -175,11 +183,15 @@ def unpatch_model(model: AnyModule) -> AnyModule:
 
 
 def patch_modules(
-    module: nn.Module, include: Selector = None, exclude: Selector = None, strict: bool = False
+    module: nn.Module,
+    include: Selector = None,
+    exclude: Selector = None,
+    strict: bool = False,
+    cuda_graph: bool = False,
 ) -> PatchSummary:
     """Swap the eligible blocks of `module`: `patch_model` without log line, copy and YOLO objects.
 
-    Args: as `patch_model`.
+    Args: as `patch_model`; without `cuda_graph` a model keeps the graphs that it has.
 
     Returns:
         What was swapped and what was kept; a module without any block is no error here. With
@@ -190,6 +202,9 @@ def patch_modules(
     """
     network = _unwrap(module)
     plan = _plan(network, _several(include), _several(exclude), strict)
+    if cuda_graph and not _config.disabled():
+        _check_graphs(network, cuda_graph)
+        graphs.enable(network)
     _apply(network, plan)
     return plan
 
@@ -197,7 +212,9 @@ def patch_modules(
 def unpatch_modules(module: nn.Module) -> int:
     """Give every patched block of `module` its stock class back; returns how many there were."""
     count = 0
-    for block in _unwrap(module).modules():
+    network = _unwrap(module)
+    graphs.disable(network)
+    for block in network.modules():
         if type(block) in STOCK:
             block.__class__ = STOCK[type(block)]
             for key in [key for key in vars(block) if key.startswith("_fc_")]:
@@ -248,6 +265,12 @@ def _plan(network: nn.Module, include: Selector, exclude: Selector, strict: bool
     for stock in stocks:
         _check_formula(stock, stock.forward, stock.forward_fuse)
     return summary
+
+
+def _check_graphs(network: nn.Module, cuda_graph: bool) -> None:
+    reason = graphs.why_not(network) if cuda_graph else None
+    if reason is not None:
+        raise PatchError(f"cuda_graph=True is not possible: {reason}. Patch without it")
 
 
 def _apply(network: nn.Module, plan: PatchSummary) -> None:
@@ -522,10 +545,12 @@ class LayerRow:
 class PatchReport:
     """What became of each convolution of a model, as `LayerRow` objects: iterable, printable, as JSON or Markdown."""
 
-    def __init__(self, rows: list[LayerRow], served_by: str) -> None:
+    def __init__(self, rows: list[LayerRow], served_by: str, cuda_graphs: str = "") -> None:
         self.rows = rows
         self.served_by = served_by
         """What computes the patched blocks, in words."""
+        self.cuda_graphs = cuda_graphs
+        """State of the CUDA graphs, in words; empty if they are off."""
 
     def __iter__(self) -> Iterator[LayerRow]:
         return iter(self.rows)
@@ -541,12 +566,17 @@ class PatchReport:
         lines += [f"  {count} as stock: {reason}" for reason, count in stock.most_common()]
         kernels = Counter(row.kernel for row in fused)
         lines += [f"  {count} by {kernel}" for kernel, count in kernels.most_common()]
+        lines += [f"CUDA graphs: {self.cuda_graphs}"] if self.cuda_graphs else []
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """The rows, the summary's first line and versions, as a JSON object."""
         return json.dumps(
-            {"served_by": self.served_by, "rows": [asdict(row) for row in self.rows]},
+            {
+                "served_by": self.served_by,
+                "cuda_graphs": self.cuda_graphs,
+                "rows": [asdict(row) for row in self.rows],
+            },
             indent=1,
             ensure_ascii=False,
         )
@@ -604,7 +634,7 @@ def patch_report(model: nn.Module) -> PatchReport:
             rows.append(_row(name, module, own[0]))
         elif isinstance(module, _CONVOLUTIONS) and id(module) not in inside:
             rows.append(_row(name, module, module))
-    return PatchReport(rows, _served_by(network))
+    return PatchReport(rows, _served_by(network), graphs.describe(network))
 
 
 def _row(name: str, layer: nn.Module, conv: nn.Module) -> LayerRow:
