@@ -23,7 +23,7 @@ def _key(name: str) -> object:
 
 # `os.environ` encodes the name at every look-up, which costs as much as the rest of a block's checks. The mapping that
 # it wraps is the same object for the life of the process, and is not public: without it, look names up in `os.environ`.
-_ENVIRONMENT = getattr(os.environ, "_data", os.environ)
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _DISABLE_KEY = _key(DISABLE) if _ENVIRONMENT is not os.environ else DISABLE
 _STRICT_KEY = _key(STRICT) if _ENVIRONMENT is not os.environ else STRICT
 _keys: dict[str, Any] = {}

@@ -3,9 +3,9 @@
 At batch 1 a small YOLO12 keeps the GPU busy for a fraction of the time that the host needs to launch it. A task model
 whose class has `GraphModel` mixed in counts its calls by signature and captures the `REPEATS`-th one of a kind.
 
-What is captured: plain calls, ``model(x)`` with one dense CUDA tensor, in evaluation mode and without gradients. Calls
-with ``augment``, ``embed``, ``profile`` or other arguments, training, tracing, export, compilation, calls under function
-or dispatch modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
+What is captured: plain calls, ``model(x)`` with one strided CUDA tensor, in evaluation mode and without gradients.
+Calls with ``augment``, ``embed``, ``profile`` or other arguments, training, tracing, export, compilation, calls under
+function or dispatch modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
 
 Signature: shape, strides, dtype and device of the input, and everything global that steers kernels (`_flags`).
 
@@ -23,9 +23,10 @@ Right results:
 - Heads keep the anchors of the last shape as attributes. They are made by an eager call before the capture, outside the
   graph's memory, and a replay leaves them in the head as an eager call of that shape would.
 
-Memory: at most `MAX_GRAPHS` graphs a model, the least recently used goes first. Graphs of one model share a memory pool:
-its size is that of the largest, about, and not the sum. A pool serves `MAX_GRAPHS` captures and then a new one begins,
-since a pool's memory is only given back as a whole. Moving the model (``to``, ``half``, ...) or ``train()`` frees all.
+Memory: at most `MAX_GRAPHS` graphs a model, the least recently used goes first. Graphs of one model share a memory
+pool: its size is that of the largest, about, and not the sum. A pool serves `MAX_GRAPHS` captures and then a new one
+begins, since a pool's memory is only given back as a whole. Moving the model (``to``, ``half``, ...) or ``train()``
+frees all.
 
 Threads and streams: calls of one model that could be captured, eager ones too, exclude one another on the host, and on
 the GPU each waits for the one before, since they share a pool and the head's anchors. Models are independent. A capture
@@ -159,7 +160,8 @@ def why_not(network: nn.Module) -> str | None:
         return f"{type(network).__name__} is not one of Ultralytics' task models"
     if "forward" in vars(network):
         return "it has a forward of its own (an instance attribute)"
-    return _class_problem(type(network))
+    stock: Any = type(network)
+    return _class_problem(stock)
 
 
 @functools.cache
@@ -169,7 +171,9 @@ def _class_problem(stock: Any) -> str | None:
         with torch.random.fork_rng(devices=[]):
             twin = stock(*_stub_arguments(stock))
     except Exception as error:
-        return f"{stock.__name__} cannot be made empty, which its pickles need: {type(error).__name__}: {error}"
+        return (
+            f"{stock.__name__} cannot be made empty, which its pickles need: {type(error).__name__}: {error}"
+        )
     return None if type(twin) is stock else f"{stock.__name__} makes a {type(twin).__name__}"
 
 
@@ -183,7 +187,8 @@ def enable(network: nn.Module) -> None:
     if reason is not None:
         raise ValueError(reason)
     if not enabled(network):
-        network.__class__ = _graph_class(type(network))
+        stock: Any = type(network)
+        network.__class__ = _graph_class(stock)
 
 
 def disable(network: nn.Module) -> bool:
@@ -303,12 +308,13 @@ class _Structure:
             own = {n for n in space if n not in _BOOKKEEPING and n != "_fc_graphs"}
             own.difference_update(cached, () if module is not model else _OF_TRAINING)
             grouped.setdefault(tuple(sorted(own)), []).append(space)
-        self.groups = [
-            (operator.itemgetter(*names), members) for names, members in grouped.items() if names
-        ]
+        self.groups = [(operator.itemgetter(*names), members) for names, members in grouped.items() if names]
         self.attributes = self._attributes()
         held = [(table, name) for table in self.tables for name in table] + [
-            (space, name) for getter_names, members in grouped.items() for space in members for name in getter_names
+            (space, name)
+            for getter_names, members in grouped.items()
+            for space in members
+            for name in getter_names
         ]
         held = [(table, name) for table, name in held if isinstance(table[name], Tensor)]
         self.tensors = [table[name] for table, name in held]
@@ -347,7 +353,11 @@ class _Structure:
                 and self.tables == self.contents
                 and self._attributes() == self.attributes
                 and all(
-                    map(operator.is_, map(operator.getitem, self.single_tables, self.single_names), self.single)
+                    map(
+                        operator.is_,
+                        map(operator.getitem, self.single_tables, self.single_names),
+                        self.single,
+                    )
                 )
                 and self._layout() == self.layout
             )
@@ -384,7 +394,7 @@ class _Outputs:
         for index, tensor in enumerate(self.tensors):
             groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
         self.sources: list[Tensor] = []
-        self.views: list[tuple[int, torch.Size, tuple[int, ...], int] | None] = [None] * len(self.tensors)
+        self.views: list[tuple[Any, ...] | None] = [None] * len(self.tensors)
         self.copied: list[int] = [0] * len(self.tensors)  # which copy each output is, or is a view of
         for members in groups.values():
             for index in members:
@@ -395,7 +405,7 @@ class _Outputs:
                 continue
             if len({tensor.dtype for tensor in tensors}) > 1:
                 raise _Uncapturable("outputs of different dtypes share memory")
-            begin = min(tensor.storage_offset() for tensor in tensors)
+            begin = min(int(tensor.storage_offset()) for tensor in tensors)
             end = max(map(_end, tensors))
             for index, tensor in zip(members, tensors, strict=True):
                 offset = tensor.storage_offset() - begin
@@ -443,9 +453,9 @@ class _Outputs:
 def _end(tensor: Tensor) -> int:
     """One past the last element's place in its memory."""
     if not tensor.numel():
-        return tensor.storage_offset()
+        return int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + last + 1
+    return int(tensor.storage_offset()) + last + 1
 
 
 def _clone(tensors: list[Tensor]) -> list[Tensor]:
@@ -527,7 +537,12 @@ class CudaBackend:
             pool = _Pool()
         self.side.wait_stream(current)
         try:
-            with torch.cuda.stream(self.side), torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+            with (
+                torch.cuda.stream(self.side),
+                torch.inference_mode(False),
+                torch.no_grad(),
+                _no_autocast_cache(),
+            ):
                 static = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
                 static.copy_(x)
                 function(static)
@@ -599,7 +614,9 @@ def _no_autocast_cache() -> Iterator[None]:
 class _Entry:
     """A graph and how to use it."""
 
-    def __init__(self, recording: Any, outputs: _Outputs, head: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def __init__(
+        self, recording: Any, outputs: _Outputs, head: list[tuple[dict[str, Any], str, Any]]
+    ) -> None:
         self.recording, self.outputs, self.head = recording, outputs, head
         self.replays = 0
 
@@ -743,6 +760,8 @@ class Graphs:
         """State in one line, for reports."""
         with self.lock:
             shapes = ", ".join(f"{'x'.join(map(str, key[0]))} {str(key[2])[6:]}" for key in self.entries)
-            text = f"{len(self.entries)} of at most {MAX_GRAPHS} captured" + (f" ({shapes})" if shapes else "")
+            text = f"{len(self.entries)} of at most {MAX_GRAPHS} captured" + (
+                f" ({shapes})" if shapes else ""
+            )
             counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
             return "; ".join(filter(None, (text, counts, self.problem)))
