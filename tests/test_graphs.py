@@ -407,7 +407,7 @@ def test_compiled_and_traced_calls_are_stock(tiny):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(tensors(compiled(X)), stock_output(model, X))
         traced = torch.jit.trace(model, X, strict=False, check_trace=False)
-    assert "yolo12_fastconv" not in str(traced.inlined_graph)
+    assert "yolo12_fastconv::" not in str(traced.inlined_graph)
     assert state(model).counts["replays"] == 1
 
 
@@ -661,6 +661,7 @@ def test_yolo_objects(tmp_path):
     yolo.save(tmp_path / "saved.pt")
     again = YOLO(tmp_path / "saved.pt")
     assert type(again.model) is DetectionModel and not graphs.enabled(again.model)
+    yolo.predictor = None  # holds a lock
     restored = pickle.loads(pickle.dumps(yolo))
     assert graphs.enabled(restored.model)
     yolo.load(tmp_path / "saved.pt")
