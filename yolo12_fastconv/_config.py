@@ -9,6 +9,7 @@ A graph of ``torch.compile`` keeps what the switches said when it was compiled.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from yolo12_fastconv import _compat
 
@@ -22,9 +23,18 @@ def _key(name: str) -> object:
 
 # `os.environ` encodes the name at every look-up, which costs as much as the rest of a block's checks. The mapping that
 # it wraps is the same object for the life of the process, and is not public: without it, look names up in `os.environ`.
-_ENVIRONMENT = getattr(os.environ, "_data", os.environ)
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _DISABLE_KEY = _key(DISABLE) if _ENVIRONMENT is not os.environ else DISABLE
 _STRICT_KEY = _key(STRICT) if _ENVIRONMENT is not os.environ else STRICT
+_keys: dict[str, Any] = {}
+
+
+def value(name: str) -> object:
+    """The value of an environment variable, of whatever type the mapping below `os.environ` holds; None if unset."""
+    key = _keys.get(name)
+    if key is None:
+        key = _keys[name] = _key(name) if _ENVIRONMENT is not os.environ else name
+    return _ENVIRONMENT.get(key)
 
 
 def disabled() -> bool:

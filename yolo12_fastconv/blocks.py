@@ -306,7 +306,7 @@ def map_reason(x: Any, dtype: torch.dtype | None = None) -> str | None:
         return "a function transform or forward-mode differentiation is active"
     device = x.device
     if x.is_cuda:
-        problem = _device_problem(device.index, dtype or x.dtype) if ops.LIBRARY.loaded else None
+        problem = _device_problem(device.index, dtype or ops.compute_dtype(x)) if ops.LIBRARY.loaded else None
         if problem is not None:
             return problem
     elif device.type != "cpu":

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from yolo12_fastconv import _compat, _config, blocks, neck, ops, registry
+from yolo12_fastconv import _compat, _config, blocks, graphs, neck, ops, registry
 from yolo12_fastconv.blocks import FAST, STOCK, Conv, is_fused_forward
 from yolo12_fastconv.registry import FUSED, UNFUSED
 
@@ -112,6 +112,7 @@ def patch_model(
     include: Selector = None,
     exclude: Selector = None,
     attention: bool = True,
+    cuda_graph: bool = False,
     inplace: bool = True,
     strict: bool = False,
 ) -> AnyModule:
@@ -132,6 +133,9 @@ def patch_model(
             that name without those inside it, "model.6*" both.
         exclude: blocks to leave stock, in the same forms; it wins over `include`.
         attention: False leaves the attention of `AAttn` blocks to stock, like ``exclude="AAttn"``.
+        cuda_graph: True lets a task model replay CUDA graphs of calls in evaluation mode without gradients whose inputs
+            repeat in shape, dtype and layout (`yolo12_fastconv.graphs` has the conditions); a later call without it
+            switches graphs off. Copies for prediction and validation have graphs of their own; training has none.
         inplace: False copies the model and its weights first and patches the copy.
         strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
             anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
@@ -141,7 +145,8 @@ def patch_model(
 
     Raises:
         PatchError: nothing in the model can be patched, its model is an exported file, this Ultralytics computes
-            something else in `Conv`, or `strict` is set and a block would fall back.
+            something else in `Conv`, `strict` is set and a block would fall back, or `cuda_graph` is set for what is
+            not one of Ultralytics' task models.
         TypeError: an argument of the wrong type.
     """
     if not isinstance(model, nn.Module):
@@ -160,16 +165,19 @@ def patch_model(
     plan = _plan(network, **options)
     if not plan.patched and not plan.patched_fused:
         raise PatchError(_nothing_to_patch(network, plan))
+    _check_graphs(network, cuda_graph)
     if not inplace:
         model = _copy(model)
         network = _network(model)
     _apply(network, plan)
+    (graphs.enable if cuda_graph else graphs.disable)(network)
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
-        training.adopt(model, **options)
+        training.adopt(model, **options, cuda_graph=cuda_graph)
         model.predictor = None  # a cached predictor owns a copy of the unpatched model
-    logger.info("yolo12_fastconv: %s (%s)", plan, _served_by(network))
+    suffix = ", CUDA graphs on" if cuda_graph else ""
+    logger.info("yolo12_fastconv: %s (%s)%s", plan, _served_by(network), suffix)
     return model
 
 
@@ -212,10 +220,11 @@ def patch_modules(
     exclude: Selector = None,
     strict: bool = False,
     attention: bool = True,
+    cuda_graph: bool = False,
 ) -> PatchSummary:
     """Swap the eligible blocks of `module`: `patch_model` without log line, copy and YOLO objects.
 
-    Args: as `patch_model`.
+    Args: as `patch_model`; without `cuda_graph` a model keeps the graphs that it has.
 
     Returns:
         What was swapped and what was kept; a module without any block is no error here. With
@@ -226,6 +235,9 @@ def patch_modules(
     """
     network = _unwrap(module)
     plan = _plan(network, _several(include), _several(exclude), attention, strict)
+    if cuda_graph and not _config.disabled():
+        _check_graphs(network, cuda_graph)
+        graphs.enable(network)
     _apply(network, plan)
     return plan
 
@@ -233,7 +245,9 @@ def patch_modules(
 def unpatch_modules(module: nn.Module) -> int:
     """Give every patched block of `module` its stock class back; returns how many `Conv` blocks there were."""
     count = 0
-    for block in _unwrap(module).modules():
+    network = _unwrap(module)
+    graphs.disable(network)
+    for block in network.modules():
         stock = STOCK.get(type(block)) or UNFUSED.get(type(block))
         if stock is not None:
             count += type(block) in STOCK
@@ -295,6 +309,12 @@ def _plan(
     for stock in stocks:
         _check_formula(stock, stock.forward, stock.forward_fuse)
     return summary
+
+
+def _check_graphs(network: nn.Module, cuda_graph: bool) -> None:
+    reason = graphs.why_not(network) if cuda_graph else None
+    if reason is not None:
+        raise PatchError(f"cuda_graph=True is not possible: {reason}. Patch without it")
 
 
 def _apply(network: nn.Module, plan: PatchSummary) -> None:
@@ -587,13 +607,17 @@ class PatchReport:
     """What became of each convolution and each larger block of a model: `rows` and `blocks`; iterable over the former,
     printable, as JSON or Markdown."""
 
-    def __init__(self, rows: list[LayerRow], served_by: str, blocks: Iterable[BlockRow] = ()) -> None:
+    def __init__(
+        self, rows: list[LayerRow], served_by: str, blocks: Iterable[BlockRow] = (), cuda_graphs: str = ""
+    ) -> None:
         self.rows = rows
         """`LayerRow` objects."""
         self.blocks = list(blocks)
         """`BlockRow` objects, outer blocks first."""
         self.served_by = served_by
         """What computes the patched blocks, in words."""
+        self.cuda_graphs = cuda_graphs
+        """State of the CUDA graphs, in words; empty if they are off."""
 
     def __iter__(self) -> Iterator[LayerRow]:
         return iter(self.rows)
@@ -614,6 +638,7 @@ class PatchReport:
             lines.append(f"{running} of {len(self.blocks)} larger blocks run fused")
             kept = Counter(row.reason for row in self.blocks if row.reason)
             lines += [f"  {count} as stock: {reason}" for reason, count in kept.most_common()]
+        lines += [f"CUDA graphs: {self.cuda_graphs}"] if self.cuda_graphs else []
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -621,6 +646,7 @@ class PatchReport:
         return json.dumps(
             {
                 "served_by": self.served_by,
+                "cuda_graphs": self.cuda_graphs,
                 "rows": [asdict(row) for row in self.rows],
                 "blocks": [asdict(row) for row in self.blocks],
             },
@@ -704,7 +730,7 @@ def patch_report(model: nn.Module) -> PatchReport:
             rows.append(_row(name, module, module))
         elif type(module) in FUSED or type(module) in UNFUSED:
             larger.append(_block_row(name, module))
-    return PatchReport(rows, _served_by(network), larger)
+    return PatchReport(rows, _served_by(network), larger, graphs.describe(network))
 
 
 def _block_row(name: str, block: Any) -> BlockRow:

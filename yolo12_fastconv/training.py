@@ -208,7 +208,7 @@ class FastModelMixin:
         # Named explicitly, the trainer also serves every data set of `data=[...]`, in this process.
         trainer = trainer or self._smart_load("trainer")  # type: ignore[attr-defined]
         try:
-            return super().train(trainer=fast_trainer(trainer, **self._fastconv_options), **kwargs)  # type: ignore[misc]
+            return super().train(trainer=fast_trainer(trainer, **self._training_options()), **kwargs)  # type: ignore[misc]
         finally:
             self._patch_again()
 
@@ -221,8 +221,12 @@ class FastModelMixin:
 
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Tune as `Model.tune` does; its training runs are new processes, which are asked to patch by environment."""
-        with _patched_children(self._fastconv_options):
+        with _patched_children(self._training_options()):
             return super().tune(*args, **kwargs)  # type: ignore[misc]
+
+    def _training_options(self) -> dict[str, Any]:
+        # A model in training has no use for graphs.
+        return {name: value for name, value in self._fastconv_options.items() if name != "cuda_graph"}
 
     def _patch_again(self) -> None:
         model = vars(self)["_modules"].get("model")

@@ -1,0 +1,244 @@
+"""CUDA graphs on a GPU: equal to eager calls after every change, owned outputs, threads, streams, bounded memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import numpy as np
+import pytest
+import support
+import torch
+from support import tensors
+from torch import nn
+from ultralytics import YOLO
+
+from yolo12_fastconv import graphs, patch_model
+from yolo12_fastconv.patching import patch_modules
+
+pytestmark = pytest.mark.gpu
+
+
+def graphed(model, device, dtype=torch.float16):
+    patch_modules(model, cuda_graph=True)
+    return model.to(device, dtype).requires_grad_(False)
+
+
+def state(model) -> graphs.Graphs:
+    return vars(model)["_fc_graphs"]
+
+
+def warm(model, x, calls=1):
+    with torch.no_grad():
+        for _ in range(calls):
+            y = model(x)
+    return y
+
+
+def eager(model, x):
+    """What the patched model computes without graphs."""
+    twin = copy.deepcopy(model)
+    graphs.disable(twin)
+    with torch.no_grad():
+        return tensors(twin(x))
+
+
+def assert_same(ours, expected, tolerance=2e-3):
+    ours = tensors(ours)
+    assert len(ours) == len(expected)
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert support.error(a, b) <= tolerance
+
+
+def images(device, *size, dtype=torch.float16):
+    return torch.rand(*size, device=device, dtype=dtype)
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "in place": lambda model: [p.data.mul_(1.1) for p in model.parameters()],
+    "load_state_dict": lambda model: model.load_state_dict(
+        {k: v * 1.1 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    ),
+    "assign": lambda model: model.load_state_dict(
+        {k: v * 1.1 if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()},
+        assign=True,
+    ),
+    "data": lambda model: [setattr(p, "data", p.data * 1.1) for p in model.parameters()],
+    "fuse": lambda model: model.fuse(verbose=False),
+    "there and back": lambda model: model.cpu().to("cuda"),
+    "module": lambda model: setattr(model.model[0], "act", nn.ReLU()),
+    "hook": lambda model: model.model[0].register_forward_hook(lambda m, a, y: y * 1.1),
+}
+REPLAYED = {"nothing", "in place", "load_state_dict"}
+
+
+def test_equal_to_eager_whatever_was_changed(cuda, yolo12n):
+    for name, change in CHANGES.items():
+        model = graphed(copy.deepcopy(yolo12n), cuda)
+        x = images(cuda, 2, 3, 64, 64)
+        assert_same(warm(model, x, 4), eager(model, x))
+        assert state(model).counts["replays"] == 1, graphs.describe(model)
+        change(model)
+        x = images(cuda, 2, 3, 64, 64)
+        expected = eager(model, x)
+        assert_same(warm(model, x), expected)
+        assert (state(model).counts["replays"] == 2) == (name in REPLAYED), name
+        if name != "hook":
+            assert_same(warm(model, x, 4), expected)
+            assert len(state(model).entries) == 1, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_autocast_and_inference_mode(cuda, yolo12n, dtype):
+    model = graphed(yolo12n, cuda, dtype)
+    x = images(cuda, 1, 3, 64, 96, dtype=dtype)
+    assert_same(warm(model, x, 5), eager(model, x), 1e-5 if dtype is torch.float32 else 1e-2)
+    if dtype is torch.float32:
+        with torch.autocast("cuda", torch.float16), torch.inference_mode():
+            expected = eager(model, x)
+            for _ in range(5):
+                y = model(x)
+        assert tensors(y)[0].is_inference()
+        assert_same(y, expected)
+    assert state(model).counts["captures"] == 1 + (dtype is torch.float32)
+
+
+def test_outputs_are_the_callers_and_shapes_alternate(cuda, yolo12n):
+    model = graphed(yolo12n, cuda)
+    inputs = [images(cuda, 1, 3, 64, 32 * (1 + i)) for i in range(3)]
+    expected = [eager(model, x) for x in inputs]
+    for x in inputs:
+        warm(model, x, 3)
+    kept = []
+    for index in (0, 1, 2, 2, 1, 0, 1, 0):
+        kept.append((index, warm(model, inputs[index])))
+        assert model.model[-1].shape[-1] == inputs[index].shape[-1] // 8
+    for index, y in kept:
+        assert_same(y, expected[index])
+    graphs.disable(model)
+    for x, y in zip(inputs, expected, strict=True):
+        assert_same(warm(model, x), y)  # anchors that outlive their graphs
+
+
+def test_threads_and_streams(cuda, yolo12n):
+    """Eight threads, each on its own stream, on two models of different weights."""
+    models = [graphed(copy.deepcopy(yolo12n), cuda) for _ in range(2)]
+    for p in models[1].parameters():
+        p.data.mul_(1.1)
+    inputs = [images(cuda, 1, 3, 64, 32 * (1 + i % 3)) for i in range(8)]
+    expected = [eager(models[i % 2], x) for i, x in enumerate(inputs)]
+    torch.cuda.synchronize()
+    errors = []
+
+    def work(index):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                results = [warm(models[index % 2], inputs[index]) for _ in range(25)]
+                scratch = [torch.rand(1 << 20, device=cuda).fill_(float("nan")) for _ in range(3)]
+                torch.cuda.current_stream().synchronize()
+                del scratch
+                for y in results:
+                    assert_same(y, expected[index])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors, errors
+    for model in models:
+        assert state(model).counts["captures"] == 3 and not state(model).failures, graphs.describe(model)
+
+
+def test_two_thousand_shapes(cuda, tiny):
+    """Memory is bounded, results right, and it is given back."""
+    model = graphed(tiny, cuda)
+    sizes = [(n, 8 + h, 8 + w) for n in (1, 2) for h in range(25) for w in range(40)]
+    reserved = 0
+    for number, (n, h, w) in enumerate(sizes):
+        x = images(cuda, n, 3, h, w)
+        y = warm(model, x, 4 if number % 8 == 0 else 1)
+        if number % 97 == 0:
+            assert_same(y, eager(model, x))
+        if number == 1000:
+            reserved = torch.cuda.memory_reserved()
+        assert len(state(model).entries) <= graphs.MAX_GRAPHS
+    assert state(model).counts["captures"] >= 8 and not state(model).failures
+    assert torch.cuda.memory_reserved() <= reserved + (64 << 20), graphs.describe(model)
+    graphs.disable(model)
+    del y
+    gc.collect()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= allocated + (64 << 20)
+
+
+def test_a_failed_capture_leaves_everything_usable(cuda, tiny, monkeypatch):
+    from ultralytics.nn.tasks import ClassificationModel
+
+    stock = ClassificationModel.forward
+
+    def forward(self, x):
+        y = stock(self, x)
+        if self.model[0].sync:
+            y[0].sum().item()
+        return y
+
+    monkeypatch.setattr(ClassificationModel, "forward", forward)
+    tiny.model[0].sync = True
+    model = graphed(tiny, cuda)
+    x = images(cuda, 1, 3, 32, 32)
+    expected = eager(model, x)
+    assert_same(warm(model, x, 6), expected)
+    assert state(model).failures == 1 and not state(model).entries
+    images(cuda, 1)  # random numbers, which a failed capture can break
+    model.model[0].sync = False
+    other = images(cuda, 1, 3, 32, 40)
+    expected = eager(model, other)
+    assert_same(warm(model, other, 6), expected)
+    assert len(state(model).entries) == 1, graphs.describe(model)
+    graphs.disable(model)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= torch.cuda.memory_allocated() + (64 << 20)
+
+
+def test_inside_anothers_capture_calls_are_eager(cuda, yolo12n):
+    model = graphed(yolo12n, cuda)
+    x = images(cuda, 1, 3, 64, 64)
+    warm(model, x, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = model(x)
+    x.copy_(images(cuda, 1, 3, 64, 64))
+    graph.replay()
+    assert_same(y, eager(model, x))
+    assert_same(warm(model, x), eager(model, x))
+    assert state(model).counts["replays"] == 2
+
+
+def test_predict_and_val(cuda, tmp_path):
+    """Detections of streams of pictures are those without graphs."""
+    torch.manual_seed(0)
+    model = support.build("yolo12n.yaml")
+    plain, fast = YOLO("yolo12n.yaml"), YOLO("yolo12n.yaml")
+    plain.model, fast.model = copy.deepcopy(model), copy.deepcopy(model)
+    patch_model(plain)
+    patch_model(fast, cuda_graph=True)
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 255, (96, 128 if i < 6 else 96, 3), dtype=np.uint8) for i in range(9)]
+    options = dict(imgsz=128, device=0, verbose=False, save=False, conf=1e-6, half=True)
+    for _ in range(2):
+        ours = [fast.predict(picture, **options)[0].boxes.data for picture in pictures]
+    stock = [plain.predict(picture, **options)[0].boxes.data for picture in pictures]
+    served = fast.predictor.model.model
+    assert state(served).counts["captures"] == 2 and state(served).counts["replays"] >= 8
+    assert any(len(a) for a in stock)
+    for a, b in zip(ours, stock, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
