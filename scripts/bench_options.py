@@ -1,4 +1,4 @@
-"""KEY=VALUE options of benchmark.py, convergence.py and tune.py: converters of values, and the keys that several share."""
+"""KEY=VALUE options of benchmark.py and tune.py: converters of values, and the keys that several commands share."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ def run(options: Options) -> int:
         for name, order, patch in [*runs[:2], ("ours", 0, True), *runs[2:]]:
             if session.out_of_time():
                 break
-            rows.append({"contender": name, **train(data, folder, options, dtype, order, patch, session.quick)})
+            rows.append(
+                {"contender": name, **train(data, folder, options, dtype, order, patch, session.quick)}
+            )
             timing.release()
     measured = {
         "model": options.model, "batch": options.batch, "imgsz": options.imgsz, "dtype": dtype,
@@ -137,7 +139,12 @@ def train(
     yolo.train(data=str(data), **settings)
     curve = [round(loss.item() / options.batch, 5) for loss in losses]
     box = yolo.metrics.box
-    return {"losses": curve, "last": smooth(curve)[-1], "map50": round(box.map50, 4), "map": round(box.map, 4)}
+    return {
+        "losses": curve,
+        "last": smooth(curve)[-1],
+        "map50": round(box.map50, 4),
+        "map": round(box.map, 4),
+    }
 
 
 def _reorder(trainer: Any, order: int) -> None:
@@ -190,7 +197,9 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     band = max(apart, default=0.0)
     maps = [row["map50"] for row in rows if row["contender"] != "ours"]
     for row in rows:
-        others = [distance(curves[row["contender"]], curves[name]) for name in stock if name != row["contender"]]
+        others = [
+            distance(curves[row["contender"]], curves[name]) for name in stock if name != row["contender"]
+        ]
         row |= {"distance": round(min(others, default=0.0), 5), "ok": None, "note": ""}
         if row["contender"] != "ours":
             continue
@@ -198,7 +207,9 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
         outside = max(min(maps) - row["map50"], row["map50"] - max(maps), 0.0)
         problems = []
         if not row["distance"] <= FACTOR * band + FLOOR:
-            problems.append(f"its loss is {row['distance']:.4f} from stock, beyond {FACTOR * band + FLOOR:.4f}")
+            problems.append(
+                f"its loss is {row['distance']:.4f} from stock, beyond {FACTOR * band + FLOOR:.4f}"
+            )
         if not outside <= FACTOR * wide + FLOOR:
             problems.append(f"its mAP50 is {outside:.3f} outside of stock's")
         row |= {"ok": not problems, "note": "; ".join(problems) or "inside"}
@@ -226,8 +237,15 @@ def plot(path: Path) -> None:
         for row in one["rows"]:
             curve = smooth(row["losses"])
             style = {"color": "C3", "linewidth": 1.4} if row["contender"] == "ours" else {"linewidth": 0.8}
-            panel.plot(range(len(row["losses"]) - len(curve), len(row["losses"])), curve, label=row["contender"], **style)
-        panel.set_title(f"{one['model']}, {one['dtype']}, batch {one['batch']}, {one['imgsz']} px", fontsize=9)
+            panel.plot(
+                range(len(row["losses"]) - len(curve), len(row["losses"])),
+                curve,
+                label=row["contender"],
+                **style,
+            )
+        panel.set_title(
+            f"{one['model']}, {one['dtype']}, batch {one['batch']}, {one['imgsz']} px", fontsize=9
+        )
         panel.set_xlabel("step", fontsize=8)
         panel.set_ylabel(f"loss, mean of {WINDOW} steps", fontsize=8)
         panel.tick_params(labelsize=8)

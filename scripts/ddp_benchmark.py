@@ -52,7 +52,9 @@ def parse(arguments: Sequence[str]) -> Options:
     """Options out of KEY=VALUE arguments; raises as `fill`."""
     options = fill(Options(), arguments, _KEYS)
     if options.iterations < WARM + 3:
-        raise UsageError(f"iterations={options.iterations}: the first {WARM} warm up; give at least {WARM + 3}")
+        raise UsageError(
+            f"iterations={options.iterations}: the first {WARM} warm up; give at least {WARM + 3}"
+        )
     return options
 
 
@@ -61,7 +63,9 @@ def run(options: Options) -> int:
     if torch.cuda.device_count() < 2:
         raise UsageError(f"ddp needs two GPUs, torch sees {torch.cuda.device_count()} here")
     session = Session("ddp", options)
-    plan = [(model, batch, dtype) for model in options.model for batch in options.batch for dtype in options.dtype]
+    plan = [
+        (model, batch, dtype) for model in options.model for batch in options.batch for dtype in options.dtype
+    ]
     for model, batch, dtype in plan:
         if session.out_of_time():
             break
@@ -76,21 +80,36 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
     """One set: both contenders on one GPU and on two."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        data = train_iterations.dataset(Path(folder), options.imgsz, 2 * identity["batch"] * options.iterations)
-        one_gpu = train_iterations.dataset(Path(folder) / "1", options.imgsz, identity["batch"] * options.iterations)
+        data = train_iterations.dataset(
+            Path(folder), options.imgsz, 2 * identity["batch"] * options.iterations
+        )
+        one_gpu = train_iterations.dataset(
+            Path(folder) / "1", options.imgsz, identity["batch"] * options.iterations
+        )
         for name in ("stock", "ours"):
             row: dict[str, Any] = {"contender": name, "ok": None, "note": ""}
             row |= dict.fromkeys(("ms_1", "images_s_1", "ms_2", "images_s_2"))
             rows.append(row)
             for gpus in (1, 2):
                 try:
-                    ms = _train(data if gpus == 2 else one_gpu, name == "ours", gpus, options, identity, folder)
-                    row |= {f"ms_{gpus}": ms, f"images_s_{gpus}": round(1000 * gpus * identity["batch"] / ms, 1)}
+                    ms = _train(
+                        data if gpus == 2 else one_gpu, name == "ours", gpus, options, identity, folder
+                    )
+                    row |= {
+                        f"ms_{gpus}": ms,
+                        f"images_s_{gpus}": round(1000 * gpus * identity["batch"] / ms, 1),
+                    }
                 except Exception as error:  # one run must not end the others; of ours it is a failure
                     row["note"] += f"{gpus} GPU: {failure(error)} "
                     row["ok"] = False if name == "ours" else row["ok"]
             timing.release()
-    return {**identity, "complete": True, "iterations": options.iterations, "workers": options.workers, "rows": rows}
+    return {
+        **identity,
+        "complete": True,
+        "iterations": options.iterations,
+        "workers": options.workers,
+        "rows": rows,
+    }
 
 
 def _train(
@@ -110,7 +129,9 @@ def _train(
         yolo = patch_model(yolo)
     train_iterations.record_times(yolo)
     # The ranks are new processes that import this package, train_iterations.py and tests/shapes_dataset.py.
-    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     with train_iterations.environment(PYTHONPATH=path, **{train_iterations.TIMES: str(file)}):
         yolo.train(data=str(data), **settings)
     times = json.loads(file.read_text())[WARM:]

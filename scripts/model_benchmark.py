@@ -19,7 +19,8 @@ from run_tables import model_table
 from torch import Tensor
 
 USAGE = """\
-model: inference of whole models; on a CPU only to see that it runs (no record): model=yolo12n batch=1 imgsz=64 dtype=fp32
+model: inference of whole models; on a CPU only to see that it runs (no record), as with
+  model=yolo12n batch=1 imgsz=64 dtype=fp32
   model=yolo12n,yolo12x   default: all five          batch=1,8,32      default
   dtype=fp16,bf16,fp32    default: fp16              imgsz=640         default; a multiple of 32
   tf32=False              default: True, as torch    replays=9         default; a time is their median
@@ -76,7 +77,9 @@ def parse(arguments: Sequence[str]) -> Options:
 def run(options: Options) -> int:
     """Measure, print the tables, write the record. Returns the exit status."""
     session = Session("model", options, cpu=True)
-    torch.backends.cudnn.allow_tf32 = options.tf32  # torch's other switch, of matmul, stays off as for every user
+    torch.backends.cudnn.allow_tf32 = (
+        options.tf32
+    )  # torch's other switch, of matmul, stays off as for every user
     plan = [(m, b, d) for m in options.model for d in options.dtype for b in options.batch]
     for model, batch, dtype in plan:
         if session.out_of_time():
@@ -140,7 +143,7 @@ def _empty(name: str, note: str = "") -> dict[str, Any]:
 
 
 def _prepare(name: str, base: Any, dtype: torch.dtype, x: Tensor) -> tuple[Network, dict[str, Any]]:
-    """What is called, warm, and its row so far: seconds of making it, peak memory with weights, ms of the first call."""
+    """What is called, warm, and its row so far: seconds of making it, peak memory, ms of the first call."""
     row = _empty(name)
     before = torch.cuda.memory_allocated() if x.is_cuda else 0
     call, row["patch_s"] = _build(name, base, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import timing
 import torch
-from bench_options import COMMON, fill, file_of, keys_of, several
+from bench_options import COMMON, file_of, fill, keys_of, several
 from bench_session import Session, Skipped, failure, graphs_supported, network, pictures
 from records import RECORDS
 from run_tables import predict_table
@@ -94,7 +94,13 @@ def run(options: Options) -> int:
         for model, sizes, dtype, batch in plan:
             if session.out_of_time():
                 break
-            identity = {"model": model, "batch": batch, "imgsz": options.imgsz, "dtype": dtype, "sizes": sizes}
+            identity = {
+                "model": model,
+                "batch": batch,
+                "imgsz": options.imgsz,
+                "dtype": dtype,
+                "sizes": sizes,
+            }
             measured = identity | measure(session, options, identity, folders[sizes])
             print(predict_table([measured]), flush=True)
             session.add(measured, f"{model} batch {batch} {dtype} {sizes}")
@@ -120,9 +126,7 @@ def draw(folder: Path, sizes: Sequence[tuple[int, int]], count: int) -> Path:
     return folder
 
 
-def measure(
-    session: Session, options: Options, identity: dict[str, Any], folder: Path
-) -> dict[str, Any]:
+def measure(session: Session, options: Options, identity: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The rows of one set, and what was the same for all."""
     settings = {
         "source": str(folder), "stream": True, "verbose": False, "save": False, "conf": CONF,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from records import precision
+
 Rows = list[dict[str, Any]]
 Part = Callable[[dict[str, Any]], list[str]]
 
@@ -48,7 +50,9 @@ def quotient(a: float | None, b: float | None) -> float | None:
 def title(measured: dict[str, Any]) -> str:
     unfinished = "" if measured["complete"] else ", NOT COMPLETE"
     tf32 = " with TF32" if measured.get("tf32") else ""
-    what = f"{measured['model']} batch {measured['batch']} {measured['dtype']}{tf32}, {measured['imgsz']} pixels"
+    what = (
+        f"{measured['model']} batch {measured['batch']} {measured['dtype']}{tf32}, {measured['imgsz']} pixels"
+    )
     more = [measured[key] for key in ("scope", "mode", "sizes") if key in measured]
     return f"## {', '.join([what, *more])}{unfinished}"
 
@@ -59,10 +63,6 @@ def verdict(row: dict[str, Any]) -> str:
     return f"right, {percent(row['error'])} of limit" if row["ok"] else f"**WRONG** {row['note']}"
 
 
-def precision(measured: dict[str, Any]) -> str:
-    return "tf32" if measured.get("tf32") else measured["dtype"]
-
-
 def conditions(record: dict[str, Any]) -> str:
     """GPU, dates and versions of the complete sets."""
     whole = complete(record)
@@ -70,7 +70,9 @@ def conditions(record: dict[str, Any]) -> str:
     versions = [measured["environment"]["versions"] for measured in whole]
     torches = sorted({str(version["torch"]) for version in versions})
     others = sorted({str(version.get("ultralytics", "-")) for version in versions})
-    return f"{record['gpu']} ({', '.join(dates)}, torch {', '.join(torches)}, Ultralytics {', '.join(others)})"
+    return (
+        f"{record['gpu']} ({', '.join(dates)}, torch {', '.join(torches)}, Ultralytics {', '.join(others)})"
+    )
 
 
 def complete(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,7 +87,16 @@ def model_table(sets: list[dict[str, Any]]) -> str:
     text = []
     for measured in sets:
         heads = (
-            *("contender", "ms", "spread", "images/s", "kernels ms", "host ms", "launches / image", "kernels"),
+            *(
+                "contender",
+                "ms",
+                "spread",
+                "images/s",
+                "kernels ms",
+                "host ms",
+                "launches / image",
+                "kernels",
+            ),
             *("peak GiB", "compile s", "patch s", "first call, ms more", "against float64"),
         )
         rows = [

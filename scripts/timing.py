@@ -65,7 +65,7 @@ def capture(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
 
 
 def graphed(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-    """`function` as one CUDA graph for inputs like `x`. It copies its input in; the next call overwrites its outputs."""
+    """`function` as one CUDA graph for inputs like `x`, copied in. The next call overwrites its outputs."""
     static = x.clone()
     kept: dict[str, Any] = {}
 
@@ -185,7 +185,9 @@ def poison(gib: float = 4.0) -> None:
     free = torch.cuda.mem_get_info()[0]
     size = int(min(gib * 2**30, free / 2)) // 4
     blocks = [torch.full((size,), float("nan"), device="cuda")]
-    blocks += [torch.full((1 << 17,), float("nan"), device="cuda") for _ in range(64)]  # the pool of small tensors
+    blocks += [
+        torch.full((1 << 17,), float("nan"), device="cuda") for _ in range(64)
+    ]  # the pool of small tensors
     torch.cuda.synchronize()
     del blocks
 

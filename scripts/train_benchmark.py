@@ -17,7 +17,8 @@ from run_tables import train_table
 from yolo12_fastconv._arguments import positive
 
 USAGE = """\
-train: training under autocast; on a CPU only to see that it runs (no record): model=yolo12n batch=2 imgsz=64 scope=model
+train: training under autocast; on a CPU only to see that it runs (no record), as with
+  model=yolo12n batch=2 imgsz=64 dtype=fp32 iterations=3
   scope=model,iteration,layers   default: model,iteration
       model: forward and backward of the model, without loss; iteration: YOLO.train as shipped, on generated pictures;
       layers: kernel time of every Conv block alone

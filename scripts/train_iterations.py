@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -253,7 +254,7 @@ class _Marked:
 
 
 def record_times(yolo: Any) -> None:
-    """Callbacks, importable by the ranks, that write the ms of each iteration of rank 0 to the file named by `TIMES`."""
+    """Callbacks, importable by the ranks, that write the ms of rank 0's iterations to the file named by `TIMES`."""
     yolo.add_callback("on_pretrain_routine_start", without_amp_check)
     yolo.add_callback("on_train_batch_end", note_time)
     yolo.add_callback("on_train_epoch_end", write_times)
@@ -268,7 +269,7 @@ def note_time(trainer: Any) -> None:
 
 def write_times(trainer: Any) -> None:
     if int(os.environ.get("RANK", -1)) in (-1, 0):
-        gaps = [1000 * (b - a) for a, b in zip(_ends, _ends[1:], strict=False)]
+        gaps = [1000 * (b - a) for a, b in itertools.pairwise(_ends)]
         Path(os.environ[TIMES]).write_text(json.dumps(gaps))
     _ends.clear()
 

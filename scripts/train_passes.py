@@ -137,7 +137,9 @@ class Gate:
 
     def _results(self, step: Step, x: Tensor) -> dict[str, Tensor]:
         outputs = step(x)
-        results = {name: value.detach().clone() for name, value in zip(("boxes", "scores"), outputs, strict=True)}
+        results = {
+            name: value.detach().clone() for name, value in zip(("boxes", "scores"), outputs, strict=True)
+        }
         return results | {
             name: parameter.grad.clone()
             for name, parameter in step.net.named_parameters()
