@@ -67,7 +67,7 @@ def capture(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
 def graphed(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     """`function` as one CUDA graph for inputs like `x`, copied in. The next call overwrites its outputs."""
     static = x.clone()
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"function": function}  # whose weights the graph reads, and does not own
 
     def call() -> None:
         kept["outputs"] = function(static)

@@ -12,7 +12,7 @@ from typing import Any
 import timing
 import torch
 from bench_options import DTYPES
-from bench_session import Session, failure, judge, network, patched, pictures
+from bench_session import Session, failure, judge, network, patched, pictures, without_cudnn
 from torch import Tensor, nn
 from train_benchmark import Options, autocast
 
@@ -134,7 +134,8 @@ class Gate:
         self.precision = error_rule.precision_name(kind, tf32, x.device)
         self.blocks = count_blocks(base)[1]
         exact = copy.deepcopy(base).double().train()
-        self.truth = self._results(Step(exact, exact, x.device, "fp32"), x.double())
+        with without_cudnn():
+            self.truth = self._results(Step(exact, exact, x.device, "fp32"), x.double())
         stock = copy.deepcopy(base).train()
         self.stock = self._results(Step(stock, stock, x.device, dtype), x)
 
