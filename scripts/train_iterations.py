@@ -135,6 +135,7 @@ class Watch:
         self.phases: list[dict[str, float]] = []
         self.kernel_us: float | None = None
         self.peak_gib: float | None = None
+        self.before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         self.last = 0.0
         self.profiler: Any = None
 
@@ -166,7 +167,7 @@ class Watch:
             self.whole.append(1000 * (now - self.last))
         self.done += 1
         if self.done == timed and torch.cuda.is_available():
-            self.peak_gib = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            self.peak_gib = round((torch.cuda.max_memory_allocated() - self.before) / 2**30, 3)
         if timed <= self.done < phased:
             self.phases.append({})
         if phased < profiled:
