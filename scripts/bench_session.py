@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import record_files
@@ -137,17 +136,6 @@ def patched(net: Any, cuda_graph: bool = False) -> tuple[Any, float]:
 # -------------------------------------------------------------------------------------------------------- parity gate
 
 
-@contextlib.contextmanager
-def without_cudnn() -> Iterator[None]:
-    """For float64: cuDNN's convolutions took 10 s for four pictures of YOLO12n on an H200, torch's own use cuBLAS."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
 class Gate:
     """Outputs of contenders against stock's, both against the float64 truth: the whole-model part of `check_parity`.
 
@@ -162,8 +150,7 @@ class Gate:
         tf32 = torch.backends.cudnn.allow_tf32
         self.precision = error_rule.precision_name(x.dtype, tf32, x.device)
         exact = copy.deepcopy(stock).double()
-        with without_cudnn():
-            self.truth = self._flat(exact(x[self.rows].double()))
+        self.truth = self._flat(exact(x[self.rows].double()))
         del exact
         self.stock = self._flat(stock(x), self.rows)
 

@@ -99,7 +99,8 @@ def measure(session: Session, options: Options, model: str, batch: int, dtype: s
     x, other = (pictures(batch, options.imgsz, seed).to(session.device, kind) for seed in (1, 2))
     stock = fused(copy.deepcopy(base), kind)
     names = ("stock", "ours") if session.quick else ("stock", *OURS, *options.peers)
-    torch._dynamo.reset()  # the compiled models of the set before
+    if set(names) & set(COMPILERS):  # importing it takes seconds
+        torch._dynamo.reset()  # the compiled models of the set before
     with torch.inference_mode():
         rows, calls = _contenders(session, names, base, kind, x, Gate(stock, other))
         for name, time_of in timing.wall(calls, options.replays).items():

@@ -203,7 +203,7 @@ def profiled(call: Call, calls: int = 1) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls):
             call()
         synchronize()

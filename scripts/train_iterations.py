@@ -204,7 +204,7 @@ class Watch:
         from torch.profiler import ProfilerActivity, profile
 
         timing.synchronize()
-        self.profiler = profile(activities=[ProfilerActivity.CUDA])
+        self.profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         self.profiler.start()
 
     def _stop_profiler(self, iterations: int) -> None:

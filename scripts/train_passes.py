@@ -12,7 +12,7 @@ from typing import Any
 import timing
 import torch
 from bench_options import DTYPES
-from bench_session import Session, failure, judge, network, patched, pictures, without_cudnn
+from bench_session import Session, failure, judge, network, patched, pictures
 from torch import Tensor, nn
 from train_benchmark import Options, autocast
 
@@ -40,7 +40,8 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
     gate = Gate(base, pictures(min(batch, GATED), options.imgsz, 2).to(session.device), dtype)
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, timing.Call] = {}
-    torch._dynamo.reset()
+    if "compile" in options.peers:  # importing it takes seconds
+        torch._dynamo.reset()
     for name in _names(session, options):
         rows[name] = {"contender": name, **dict.fromkeys(FIELDS), "ok": None, "note": ""}
         if name == "compile" and session.out_of_time():
@@ -134,8 +135,7 @@ class Gate:
         self.precision = error_rule.precision_name(kind, tf32, x.device)
         self.blocks = count_blocks(base)[1]
         exact = copy.deepcopy(base).double().train()
-        with without_cudnn():
-            self.truth = self._results(Step(exact, exact, x.device, "fp32"), x.double())
+        self.truth = self._results(Step(exact, exact, x.device, "fp32"), x.double())
         stock = copy.deepcopy(base).train()
         self.stock = self._results(Step(stock, stock, x.device, dtype), x)
 
