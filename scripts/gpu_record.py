@@ -7,8 +7,11 @@
     scripts/gpu_record.py readme [--check]                 write the tables into README.md, or compare
     scripts/gpu_record.py stale                            say which records are older than the sources
 
-`run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. `stale`
-exits with 0 in any case, since a record can only be renewed where there is a GPU.
+`run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. Parity
+of each scale is a process of its own and writes after every one of its runs, so that a run that is ended, or a scale
+that crashes, leaves what was measured; scales may be run one after the other into the same FOLDER. Results of other
+sources that lie there are removed first. `stale` exits with 0 in any case, since a record can only be renewed where
+there is a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from typing import Any
 
 from records import RECORDS, ROOT, facts, readme, slug, stale, why_not
 
+SCALES = "nsmlx"
+
 
 def run(folder: Path, only: str | None, scales: str, workers: int) -> int:
     problem = why_not()
     if problem:
         print(f"gpu_record: {problem}", file=sys.stderr)
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "facts.json").write_text(json.dumps(facts()), encoding="utf-8")
+    _prepare(folder, facts())
     ok = True
     if only != "parity":
         command = [
@@ -49,22 +53,54 @@ def run(folder: Path, only: str | None, scales: str, workers: int) -> int:
         environment = {**os.environ, "YOLO12_FASTCONV_RESULTS": str(folder), "YOLO_AUTOINSTALL": "false"}
         ok &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
     if only != "tests":
-        script = str(ROOT / "scripts" / "parity_check.py")
-        command = [sys.executable, script, "--matrix", scales, "--json", str(folder / "matrix.json")]
-        ok &= subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+        for scale in scales.split(","):
+            ok &= _parity(folder, scale)
     return 0 if ok else 1
 
 
+def _prepare(folder: Path, now: dict[str, Any]) -> None:
+    """Make the folder, with facts.json; what lies there of other sources or another GPU goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "facts.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if any(before.get(key) != now[key] for key in ("gpu", "sources")):
+        for pattern in ("matrix*.json", "junit.xml", "gpu-ops-accuracy*.json"):
+            for path in folder.glob(pattern):
+                path.unlink()
+    file.write_text(json.dumps(now), encoding="utf-8")
+
+
+def _parity(folder: Path, scale: str) -> bool:
+    """Parity of one scale into matrix-<scale>.json; whether it held."""
+    script = str(ROOT / "scripts" / "parity_check.py")
+    file = folder / f"matrix-{scale}.json"
+    file.unlink(missing_ok=True)  # of a run before: if this one crashes, it must not stand in
+    command = [sys.executable, script, "--matrix", scale, "--json", str(file)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def _matrix(folder: Path) -> dict[str, Any] | None:
+    """The runs of all scales, in the order of the scales; None if there is none."""
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("matrix*.json")]
+    if not parts:
+        return None
+    parts.sort(key=lambda part: SCALES.index(part["rows"][0]["model"][-1]))
+    return {
+        "ok": all(part["ok"] for part in parts),
+        "complete": all(part.get("complete", True) for part in parts),
+        "rows": [row for part in parts for row in part["rows"]],
+    }
+
+
 def collect(folder: Path) -> int:
-    missing = [name for name in ("facts.json", "matrix.json") if not (folder / name).is_file()]
-    if missing:
-        print(
-            f"gpu_record: {folder} lacks {', '.join(missing)}: run scripts/gpu_record.py run", file=sys.stderr
-        )
+    matrix = _matrix(folder)
+    if matrix is None or not (folder / "facts.json").is_file():
+        lacking = "facts.json" if matrix else "matrix-<scale>.json"
+        print(f"gpu_record: {folder} lacks {lacking}: run scripts/gpu_record.py run", file=sys.stderr)
         return 2
     record = json.loads((folder / "facts.json").read_text())
     record["tests"] = _tests(folder)
-    record["parity"] = json.loads((folder / "matrix.json").read_text())
+    record["parity"] = matrix
     for row in record["parity"]["rows"]:
         row.pop("environment", None)
     RECORDS.mkdir(parents=True, exist_ok=True)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import cases
-import numpy as np
 import torch
 import torch.nn.functional as F
+from timing import Call, alternate, capture, use_tf32
 from torch import Tensor
 
 from yolo12_fastconv import ops
 
-Call = Callable[[], Tensor]
+__all__ = ["alternate", "capture", "measure", "measure_ceilings", "menu_query", "use_tf32"]
 
-CALLS = 10
-"""Calls in a CUDA graph: one replay lasts long enough for events, and the host takes no part in it."""
 PLANS = 5
 """cuDNN plans that are built and tried for a layer, in the order of its heuristics."""
 TOLERANCE = 1e-2
@@ -27,12 +24,6 @@ TOLERANCE = 1e-2
 
 class Unsupported(Exception):
     """A contender has nothing for this layer; the message says why."""
-
-
-def use_tf32(allowed: bool) -> None:
-    """TF32 for every contender, or for none."""
-    torch.backends.cudnn.allow_tf32 = allowed
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def measure_ceilings(dtype: torch.dtype, replays: int) -> dict[str, float]:
@@ -129,50 +120,6 @@ def menu_query(case: cases.Case, dtype: torch.dtype, tf32: bool) -> dict[str, An
         "tf32": tf32 and dtype is torch.float32,
         "capability": 10 * major + minor,
     }
-
-
-def capture(call: Call) -> torch.cuda.CUDAGraph:
-    """Ten calls, after three that warm up on the stream that they are captured on."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(CALLS):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()  # what a replay fails with belongs to this contender
-    return graph
-
-
-def alternate(graphs: dict[str, torch.cuda.CUDAGraph], replays: int) -> dict[str, dict[str, Any]]:
-    """µs of one call of each, median over the replays, and the spread (p90 - p10) / median.
-
-    The contenders take turns, so that a change of the clock meets all of them.
-    """
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _, (name, graph) in itertools.product(range(replays), graphs.items()):
-        found[name].append(_elapsed(graph) / CALLS)
-    return {name: _summary(values) for name, values in found.items()}
-
-
-def _elapsed(graph: torch.cuda.CUDAGraph) -> float:
-    """µs that the GPU takes for a replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Some 50 µs of waiting on the GPU, in which the host launches all that follows: without them the time between the
-    # two events holds the launch of the graph too, which is more than ten small layers take.
-    torch.cuda._sleep(100_000)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end)
-
-
-def _summary(values: list[float]) -> dict[str, Any]:
-    low, median, high = np.percentile(values, (10, 50, 90)).tolist()
-    return {"us": round(median, 3), "spread": round((high - low) / median, 4)}
 
 
 # -------------------------------------------------------------------------------------------------------- the peers

@@ -5,12 +5,14 @@
     scripts/parity_check.py --matrix n,m,l,x [KEY=VALUE ...] [--json FILE] [--markdown FILE]
 
 The matrix runs YOLO12 models with random weights, one after the other, each in fp32, fp16 and bf16, in evaluation mode
-(also fused, as ``predict`` has it) and in training mode, and writes one line for each. Keys: imgsz, batch, source,
-device, seed. Exit status as the command's: 0 all hold parity, 1 at least one is broken, 2 could not run.
+(also fused, as ``predict`` has it) and in training mode, and writes one line for each. The files are written after
+every run; a run that raises is a line with its error, and the next one follows. Keys: imgsz, batch, source, device,
+seed. Exit status as the command's: 0 all hold parity, 1 at least one is broken, 2 one could not run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -51,19 +53,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return parity_cli.main(arguments)
     try:
         scales, rest, files = _parse(arguments)
-        rows = [_row(f"yolo12{scale}.yaml", *run) for scale in scales for run in _runs(rest)]
+        plan = [(f"yolo12{scale}.yaml", *run) for scale in scales for run in _runs(rest)]
+        rows: list[dict[str, Any]] = []
+        for run in plan:
+            rows.append(_row_or_problem(*run))
+            # After every run, so that a matrix that is ended from outside loses one at most.
+            _write(files, rows, complete=len(rows) == len(plan))
     except parity_cli.UsageError as error:
         print(f"parity_check: {error}", file=sys.stderr)
         return 2
-    except Exception:  # of a kernel, say: the status has to tell it from broken parity
-        traceback.print_exc()
+    print(_markdown(rows), end="")
+    if any(row["problem"] for row in rows):
         return 2
-    text = _markdown(rows)
-    print(text, end="")
-    for path, content in zip(files, (json.dumps(_summary(rows), indent=1) + "\n", text), strict=True):
-        if path:
-            Path(path).write_text(content, encoding="utf-8")
     return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _write(files: tuple[str, str], rows: list[dict[str, Any]], complete: bool) -> None:
+    texts = (json.dumps(_summary(rows, complete), indent=1) + "\n", _markdown(rows))
+    for path, text in zip(files, texts, strict=True):
+        if path:
+            part = Path(f"{path}.part")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)  # whole, even if this process is ended now
+
+
+def _row_or_problem(model: str, precision: str, mode: str, arguments: list[str]) -> dict[str, Any]:
+    try:
+        return {**_row(model, precision, mode, arguments), "problem": ""}
+    except parity_cli.UsageError:  # the same for every run
+        raise
+    except Exception as error:  # of a kernel or of memory, say: the status tells it from broken parity
+        traceback.print_exc()
+        row = dict.fromkeys(("worst", "used", "ratio", "detections"))
+        return {
+            **row, "model": model.removesuffix(".yaml"), "precision": precision, "mode": mode, "ok": False,
+            "layers": 0, "tensors": 0, "kernels": [], "problems": [], "environment": {},
+            "problem": f"could not run: {type(error).__name__}: {error}".splitlines()[0][:200],
+        }  # fmt: skip
+    finally:
+        gc.collect()  # models hold reference cycles
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # of a kernel before, which is in the row
+                torch.cuda.empty_cache()
 
 
 def _parse(arguments: list[str]) -> tuple[list[str], list[str], tuple[str, str]]:
@@ -105,7 +136,7 @@ def _row(model: str, precision: str, mode: str, arguments: list[str]) -> dict[st
     seconds = time.perf_counter() - start
     print(f"{model} {precision} {mode}: {report.summary()} ({seconds:.0f} s)", file=sys.stderr)
     worst = report.worst
-    row = {
+    return {
         "model": model.removesuffix(".yaml"),
         "precision": precision,
         "mode": mode,
@@ -120,21 +151,17 @@ def _row(model: str, precision: str, mode: str, arguments: list[str]) -> dict[st
         "problems": [row.to_dict() for row in (*report.rows, *report.outputs) if not row.ok],
         "environment": report.environment,
     }
-    del report
-    gc.collect()  # models hold reference cycles
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    return row
 
 
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"ok": all(row["ok"] for row in rows), "rows": rows}
+def _summary(rows: list[dict[str, Any]], complete: bool) -> dict[str, Any]:
+    return {"ok": all(row["ok"] for row in rows), "complete": complete, "rows": rows}
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    environment = rows[0]["environment"]
     lines = ["# Parity with stock Ultralytics, layer by layer", ""]
-    lines += [f"- {key}: {environment[key]}" for key in ("input", "source", "device", "library", "versions")]
+    environment = next((row["environment"] for row in rows if row["environment"]), {})
+    keys = ("input", "source", "device", "library", "versions")
+    lines += [f"- {key}: {environment[key]}" for key in keys if key in environment]
     lines += ["", f"| {' | '.join((*COLUMNS, 'verdict'))} |", "|" + "---|" * (len(COLUMNS) + 1)]
     for row in rows:
         used = "-" if row["used"] is None else f"{100 * row['used']:.0f} %"
@@ -150,7 +177,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
             used,
             ratio,
         )
-        verdict = "parity" if row["ok"] else "**BROKEN**"
+        verdict = "parity" if row["ok"] else f"**{row['problem'] or 'BROKEN'}**"
         lines.append("| " + " | ".join(map(str, (*cells, detections, verdict))) + " |")
     for row in rows:
         for problem in row["problems"]:

@@ -1,7 +1,7 @@
 """What gpu_record.py and benchmark.py share: the records of docs/benchmarks/, and the part of the README made of them.
 
-There are two kinds of file for a GPU: <gpu>.json, tests and parity, of gpu_record.py, and <gpu>-layers.json, times of
-single layers, of benchmark.py. A record of layers says so in its "kind".
+There are two families of files for a GPU: <gpu>.json, tests and parity, of gpu_record.py, and <gpu>-<kind>.json, sets
+of measurements, of benchmark.py, which say their kind: layers, model, predict, train, ddp, convergence.
 """
 
 from __future__ import annotations
@@ -87,12 +87,17 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
 
 
-def of_layers(record: dict[str, Any]) -> bool:
-    return record.get("kind") == "layers"
+ORDER = ("model", "predict", "train", "convergence", "ddp", "layers", "parity")
+"""Kinds of records as the README shows them."""
+
+
+def kind_of(record: dict[str, Any]) -> str:
+    return record.get("kind", "parity")
 
 
 def records() -> list[tuple[Path, dict[str, Any]]]:
-    return [(path, json.loads(path.read_text())) for path in sorted(RECORDS.glob("*.json"))]
+    found = [(path, json.loads(path.read_text())) for path in sorted(RECORDS.glob("*.json"))]
+    return sorted(found, key=lambda item: ORDER.index(kind_of(item[1])))
 
 
 # ------------------------------------------------------------------------------------------------ records of layers
@@ -145,22 +150,51 @@ def slower(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if (ratio(row) or 0) > SLOWER]
 
 
+def _set_name(measured: dict[str, Any]) -> str:
+    more = [str(measured[key]) for key in ("scope", "mode", "sizes", "steps") if key in measured]
+    return ", ".join([f"{measured['model']} batch {measured['batch']} {precision(measured)}", *more])
+
+
 def precision(measured: dict[str, Any]) -> str:
     """A set's dtype, "tf32" for fp32 with TF32 allowed, and the target if one was forced."""
-    dtype = "tf32" if measured["tf32"] else measured["dtype"]
-    return dtype if measured["target"] == "default" else f"{dtype}, {measured['target']}"
+    dtype = "tf32" if measured.get("tf32") else measured["dtype"]
+    return dtype if measured.get("target", "default") == "default" else f"{dtype}, {measured['target']}"
 
 
 # ------------------------------------------------------------------------------------------------------- the README
 
 
 def table() -> str:
-    """The README's part made of all records."""
-    parts = [
-        _layers_part(path, record) if of_layers(record) else _parity_part(path, record)
-        for path, record in records()
-    ]
+    """The README's part made of all records. A record without a complete set gives none."""
+    parts = [part for path, record in records() if (part := _part(path, record))]
     return "\n\n".join(parts) if parts else "No GPU record yet."
+
+
+def _part(path: Path, record: dict[str, Any]) -> str:
+    kind = kind_of(record)
+    if kind == "parity":
+        return _parity_part(path, record)
+    if not any(measured["complete"] for measured in record["sets"]):
+        return ""
+    return _layers_part(path, record) if kind == "layers" else _runs_part(path, record)
+
+
+def _runs_part(path: Path, record: dict[str, Any]) -> str:
+    import run_tables
+
+    lines = run_tables.PARTS[record["kind"]](record)
+    return "\n".join([*lines, *_picture(path, "Loss curves"), "", _sources(path, record)])
+
+
+def _picture(path: Path, text: str) -> list[str]:
+    picture = path.with_suffix(".png")
+    return ["", f"![{text}]({picture.relative_to(ROOT).as_posix()})"] if picture.is_file() else []
+
+
+def _sources(path: Path, record: dict[str, Any]) -> str:
+    """The last line of a part made of sets: where the numbers are, and what sources they are of."""
+    hashes = {_hashes(measured["sources"]) for measured in record["sets"] if measured["complete"]}
+    return _source_line(path, " and ".join(sorted(hashes)))
 
 
 def _source_line(path: Path, sources: str) -> str:
@@ -194,10 +228,17 @@ def _parity_part(path: Path, record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in record["parity"]["rows"]:
+        if row.get("problem"):
+            lines.append(
+                f"| {row['model']} | {row['precision']} | {row['mode']} | - | - | **{row['problem']}** |"
+            )
+            continue
         used = "-" if row["used"] is None else f"{100 * row['used']:.0f} %"
         verdict = "parity" if row["ok"] else "**broken**"
         cells = (row["model"], row["precision"], row["mode"], row["layers"], used, verdict)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if not record["parity"].get("complete", True):
+        lines += ["", "Not all of these runs were made: the check was ended before."]
     return "\n".join([*lines, "", _source_line(path, _hashes(record["sources"]))])
 
 
@@ -230,11 +271,8 @@ def _layers_part(path: Path, record: dict[str, Any]) -> str:
             f"{len(slower(rows))} of {len(rows)}",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    if path.with_suffix(".png").is_file():
-        picture = path.with_suffix(".png").relative_to(ROOT).as_posix()
-        lines += ["", f"![Each layer's time against its roofline]({picture})"]
-    sources = " and ".join(sorted({_hashes(measured["sources"]) for measured in whole}))
-    return "\n".join([*lines, "", _source_line(path, sources)])
+    lines += _picture(path, "Each layer's time against its roofline")
+    return "\n".join([*lines, "", _sources(path, record)])
 
 
 def readme(check: bool) -> int:
@@ -260,10 +298,10 @@ def stale() -> int:
     """Say of every record whether the sources have changed since."""
     now = source_hashes()
     for path, record in records():
-        for measured in record["sets"] if of_layers(record) else [record]:
+        for measured in record.get("sets", [record]):
             name = shown(path)
-            if of_layers(record):
-                name += f", {measured['model']} batch {measured['batch']} {precision(measured)}"
+            if "sets" in record:
+                name += f", {_set_name(measured)}"
             changed = [key for key, value in now.items() if measured["sources"].get(key) != value]
             since = f"stale: {' and '.join(changed)} changed since {measured['date']}"
             print(f"{name}: {since if changed else 'current'}")

@@ -32,14 +32,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmark
 import numpy as np
 import records
 from numpy.typing import NDArray
 from records import ROOT
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package of this checkout, and tests/cases.py
+import bench_options  # noqa: E402
 import cases  # noqa: E402
+import layer_benchmark  # noqa: E402
 
 from yolo12_fastconv._arguments import Keys, UsageError, positive  # noqa: E402
 
@@ -70,26 +71,26 @@ class Options:
 
 
 _SWEEP_KEYS: Keys = {
-    "model": (benchmark.several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
-    "batch": (benchmark.batches, "numbers from 1, as in 1,32"),
+    "model": (bench_options.several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
+    "batch": (bench_options.batches, "numbers from 1, as in 1,32"),
     "dtype": (lambda text: {name: name for name in ("fp16", "bf16")}[text], "fp16 or bf16"),
-    "imgsz": (benchmark.image_size, "a multiple of 32"),
+    "imgsz": (bench_options.image_size, "a multiple of 32"),
     "top": (positive, "a number from 1"),
     "replays": (positive, "a number from 1"),
-    "budget": (benchmark.seconds_of, "seconds"),
-    "out": (benchmark.path_of, "a file"),
+    "budget": (bench_options.seconds_of, "seconds"),
+    "out": (bench_options.path_of, "a file"),
 }
 _FIT_KEYS: Keys = {
     "sweep": (lambda text: tuple(Path(part) for part in text.split(",")), "files that sweep wrote"),
-    "seconds": (benchmark.seconds_of, "seconds"),
-    "validate": (benchmark.flag, "True or False"),
-    "write": (benchmark.flag, "True or False"),
+    "seconds": (bench_options.seconds_of, "seconds"),
+    "validate": (bench_options.flag, "True or False"),
+    "write": (bench_options.flag, "True or False"),
 }
 
 
 def parse(arguments: Sequence[str], keys: Keys) -> Options:
-    """Options out of KEY=VALUE arguments; raises as `benchmark.fill`."""
-    return benchmark.fill(Options(), arguments, keys)
+    """Options out of KEY=VALUE arguments; raises as `bench_options.fill`."""
+    return bench_options.fill(Options(), arguments, keys)
 
 
 def layer_of(case: cases.Case) -> tuple[Any, ...]:
@@ -124,7 +125,7 @@ def sweep(options: Options) -> int:
     from yolo12_fastconv import ops
 
     start = time.monotonic()
-    dtype = getattr(torch, benchmark.DTYPES[options.dtype])
+    dtype = getattr(torch, bench_options.DTYPES[options.dtype])
     # In turn, so that all models and batches get their share of a budget.
     sets = [dense_layers(scale, options.imgsz, batch) for batch in options.batch for scale in options.model]
     in_turn = [case for row in itertools.zip_longest(*sets) for case in row if case is not None]
@@ -151,7 +152,7 @@ def sweep(options: Options) -> int:
         for case in layers
         if first < len(candidates[layer_of(case)])
     ]
-    progress = benchmark.Progress(len(visits))
+    progress = layer_benchmark.Progress(len(visits))
     for case, first in visits:
         if time.monotonic() - start > options.budget:
             complete = False
