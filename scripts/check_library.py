@@ -25,8 +25,8 @@ from yolo12_fastconv import _library
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
-HOT = ("implicit_gemm", "depthwise", "pointwise", "stem")
-TENSOR_CORE_FAMILY = "implicit_gemm"
+HOT = ("implicit_gemm", "depthwise", "pointwise", "stem", "attention")
+TENSOR_CORE_FAMILIES = ("implicit_gemm", "attention")
 # 7.5 is served and not tuned: the GEMM's instructions begin with 8.0 (the tile menu gives 7.5 other kernels), and
 # bfloat16, which it has no instructions for, spills a word in one kernel.
 UNTUNED = ("sm_75",)
@@ -104,7 +104,8 @@ def check_architectures(library: Path, arch_list: tuple[str, ...]) -> Iterator[s
 
 
 def check_tensor_cores(library: Path) -> Iterator[str]:
-    """Kernels of the GEMM family that were compiled without a tensor-core instruction on every architecture.
+    """Kernels of the GEMM and attention families that were compiled without a tensor-core instruction on every
+    architecture.
 
     A kernel for one architecture has an empty body on the others, so one architecture with the instruction is enough
     for a kernel, and one kernel for an architecture.
@@ -117,12 +118,13 @@ def check_tensor_cores(library: Path) -> Iterator[str]:
             arch = line.removeprefix("arch = ").strip()
         elif line.strip().startswith("Function : "):
             kernel = line.split(" : ", 1)[1].strip()
-            if TENSOR_CORE_FAMILY in kernel:
+            if any(family in kernel for family in TENSOR_CORE_FAMILIES):
                 compiled.add((kernel, arch))
         elif (kernel, arch) in compiled and TENSOR_CORE_INSTRUCTION.search(line):
             with_instruction.add((kernel, arch))
-    if not compiled:
-        yield f"holds no kernel named {TENSOR_CORE_FAMILY}"
+    for family in TENSOR_CORE_FAMILIES:
+        if not any(family in kernel for kernel, _ in compiled):
+            yield f"holds no kernel named {family}"
     for kernel in sorted({kernel for kernel, _ in compiled} - {kernel for kernel, _ in with_instruction}):
         yield f"kernel without tensor-core instructions: {kernel}"
     for arch in sorted({arch for _, arch in compiled} - {arch for _, arch in with_instruction} - {*UNTUNED}):

@@ -4,9 +4,18 @@
 #include "async_copy.cuh"
 #include "attention.h"
 #include "lanes.cuh"
+#include "launch.cuh"
 #include "tensor_core.cuh"
 
 namespace yolo12_fastconv {
+
+// All of the memory that L1 and shared memory have in common: otherwise the driver may leave room for half of the blocks.
+template <class Kernel>
+void prefer_shared_memory(Kernel* kernel) {
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+      "shared memory carve-out");
+}
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kRowBytes = kHeadDim * 2;  // of one of query, key, value, out

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "args.h"
@@ -41,6 +42,60 @@ struct AttentionBackwardArgs {
   const float* logsumexp = nullptr;
   void* grad_qkv = nullptr;  // dense rows
 };
+
+// What a kernel's block is: warps that take `tiles` of 16 rows at a time, `groups` of them the same rows (and a share of
+// the other side's), and how many blocks a multiprocessor holds.
+struct AttentionBlock {
+  int tiles = 0, warps = 0, groups = 0, resident = 0;
+};
+
+// Which rows a block takes, and how the other side's rows pass through shared memory.
+struct AttentionPlan {
+  int splits = 0;       // blocks that share an area and head, each with its own rows
+  int tiles = 0;        // of 16 rows, per block
+  int buffer_keys = 0;  // rows of one buffer
+  int buffers = 0;      // 1 or 2
+  int chunks = 0;       // buffers to fill
+  int64_t cycles = 0;   // estimate
+};
+
+// Areas up to this long are held in shared memory at once: 4 blocks of the forward kernel on a multiprocessor of 9.0.
+constexpr int kMostResidentKeys = 416;
+constexpr int kStreamedKeys = 192;  // else two buffers of so many
+
+// The split with the lowest estimate. kinds: of blocks, 2 in backward.
+inline AttentionPlan plan_attention(const AttentionShape& s, const AttentionBlock& block, int processors,
+                                    int kinds = 1) {
+  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t groups = int64_t(s.sequences) * s.heads * kinds;
+  const int tiles = static_cast<int>(divide(s.length, 16)), pairs = static_cast<int>(divide(tiles, block.tiles));
+  const bool resident = s.length <= kMostResidentKeys;
+  const int row_groups = block.warps / block.groups;
+  AttentionPlan best;
+  best.buffer_keys = resident ? tiles * 16 : kStreamedKeys;
+  best.buffers = resident ? 1 : 2;
+  best.chunks = static_cast<int>(divide(s.length, best.buffer_keys));
+  best.cycles = INT64_MAX;
+  for (int block_pairs = 1; block_pairs <= pairs; ++block_pairs) {
+    const int64_t passes = divide(block_pairs, row_groups);
+    // Streamed rows pass once, and warps with divided rows put their sums together once.
+    if (passes > 1 && (!resident || block.groups > 1)) break;
+    const int64_t splits = divide(pairs, block_pairs), per_processor = divide(groups * splits, processors);
+    const int64_t together = per_processor < block.resident ? per_processor : block.resident;
+    // Cycles of a warp's step of 16 rows: of one alone, and of the busiest unit, four schedulers apart.
+    const int64_t alone = 450, busy = 70 * block.tiles * together * block.warps / 4;
+    const int64_t steps = divide(tiles, block.groups);
+    const int64_t load = 1500 + int64_t(s.length) * 128 / 46 * together, combine = block.groups > 1 ? 800 : 0;
+    const int64_t cycles =
+        divide(per_processor, block.resident) * (passes * steps * (alone > busy ? alone : busy) + load + combine);
+    if (cycles < best.cycles) {
+      best.cycles = cycles;
+      best.tiles = block_pairs * block.tiles;
+      best.splits = static_cast<int>(splits);
+    }
+  }
+  return best;
+}
 
 // Half and bfloat16, from compute capability 8.0 on; all rows aligned to 16 bytes.
 void attention_forward(const AttentionArgs& args, DType dtype, cudaStream_t stream);

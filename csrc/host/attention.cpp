@@ -86,9 +86,7 @@ Tensor dense_aligned_rows(const Tensor& tensor, DType dtype) {
 }
 
 Tensor empty_logsumexp(const Tensor& like, const Sizes& s) {
-  // (B, heads, H * W)
-  Tensor flat = empty_vector(like, s.batch * s.heads * s.pixels, DType::kFloat32);
-  return torch::stable::view(flat, {s.batch, s.heads, s.pixels});
+  return empty_dense(like, {s.batch, s.heads, s.pixels}, DType::kFloat32);
 }
 
 void check_gradient(const Tensor& grad, const char* name, const Sizes& s, const Tensor& qkv) {

@@ -23,7 +23,8 @@ ScalarType scalar_type_of(DType dtype);
 Tensor empty_channels_last(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, DType dtype);
 // Likewise with `pitch` >= c elements from pixel to pixel.
 Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w, int64_t pitch, DType dtype);
-// Uninitialised dense tensor of one dimension.
+// Uninitialised dense tensor, and one of one dimension.
+Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype);
 // Likewise of any dimensions.
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);

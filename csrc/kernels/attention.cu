@@ -7,6 +7,7 @@
 // Weights are exp2(logit - reference). The reference of a row is its largest logit among the first 16 keys, and is moved
 // only when a weight grows beyond kMostWeight, which one vote a step finds out; until then the usual maximum, its
 // exchange between lanes and the rescaling cost nothing. The reference enters as the initial value of the accumulators.
+#include <cstdlib>
 #include "../device/attention.cuh"
 #include "../device/dependent_launch.cuh"
 #include "../device/launch_limits.cuh"
@@ -15,22 +16,13 @@ namespace yolo12_fastconv {
 namespace {
 
 constexpr int kStepKeys = 16;
-// Areas up to this long are held in shared memory at once: 4 blocks on a multiprocessor of 9.0 then.
-constexpr int kMostResident = 416;
-constexpr int kStreamedKeys = 192;  // else two buffers of so many
 
-struct Plan {
-  int splits;  // blocks that share an area and head, each with its own queries
-  int tiles;  // of 16 queries, per block
-  int buffer_keys;  // keys of one buffer
-  int buffers;  // 1 or 2
-  int chunks;  // buffers to fill
-};
-
-// kTiles: of 16 queries, per warp at a time. kKeyGroups: 1, or the warps that share queries and divide the keys.
-template <class T_, int kTiles_, int kWarps_, int kKeyGroups_, int kResident_>
+// kTiles: of 16 queries, per warp at a time. kKeyGroups: 1, or the warps that share queries and divide the keys. kAhead:
+// the logits of the next keys are computed before the weights of these, so that tensor cores and exp2 overlap in a warp.
+template <class T_, int kTiles_, int kWarps_, int kKeyGroups_, int kResident_, bool kAhead_>
 struct Config {
   using T = T_;
+  static constexpr bool kAhead = kAhead_;
   static constexpr int kTiles = kTiles_, kWarps = kWarps_, kKeyGroups = kKeyGroups_, kResident = kResident_;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kQueryGroups = kWarps / kKeyGroups;
@@ -38,6 +30,7 @@ struct Config {
   static constexpr int kSumStride = kHeadDim + 4;
   static constexpr int kSumFloats = kTiles * 16 * (kSumStride + 2);
   static constexpr int kSumBytes = kKeyGroups > 1 ? kWarps * kSumFloats * 4 : 0;
+  static constexpr AttentionBlock kBlock = {kTiles, kWarps, kKeyGroups, kResident};
 };
 
 template <class T>
@@ -84,20 +77,27 @@ struct Rows {
     fresh = true;
   }
 
-  // 16 keys, of which `valid` are real. keys, values: where this lane's pieces of the step begin.
-  __device__ __forceinline__ void step(uint32_t keys, uint32_t values, uint32_t values_upper, int valid) {
-    float logits[kTiles][2][4];
+  using Logits = float[kTiles][2][4];
+
+  // Of 16 keys. keys: where this lane's pieces of them begin.
+  __device__ __forceinline__ void compute(Logits& logits, uint32_t keys) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 k = load_shared(keys + j * 8 * kRowBytes);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) multiply_rows<T>(logits[t][j], queries[t], k, minus_reference[t]);
     }
+  }
+
+  // Adds the values of 16 keys, of which `valid` are real. values: where this lane's pieces of the first 16 channels
+  // begin, and of the last. ahead: logits that were computed with the present reference.
+  __device__ __forceinline__ void add(Logits& logits, uint32_t values, uint32_t values_upper, int valid,
+                                      Logits* ahead) {
     if (valid < kStepKeys) mask(logits, valid);
     uint32_t weights[kTiles][4];
-    bool beyond = exponentiate(weights, logits);
+    const bool beyond = exponentiate(weights, logits);
     if (__any_sync(0xffffffff, beyond | fresh)) {
-      move_reference(logits);
+      move_reference(logits, ahead);
       exponentiate(weights, logits);
     }
     uint32_t v[2][4];
@@ -114,7 +114,7 @@ struct Rows {
   }
 
  private:
-  __device__ __forceinline__ static void mask(float (&logits)[kTiles][2][4], int valid) {
+  __device__ __forceinline__ static void mask(Logits& logits, int valid) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -127,8 +127,7 @@ struct Rows {
   }
 
   // Whether a weight is too large. NaN is not.
-  __device__ __forceinline__ static bool exponentiate(uint32_t (&weights)[kTiles][4],
-                                                      const float (&logits)[kTiles][2][4]) {
+  __device__ __forceinline__ static bool exponentiate(uint32_t (&weights)[kTiles][4], const Logits& logits) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -148,7 +147,7 @@ struct Rows {
   __device__ __forceinline__ static float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 
   // The largest logit so far becomes the reference. Logits of -inf only leave it where it is: 0 at first.
-  __device__ __forceinline__ void move_reference(float (&logits)[kTiles][2][4]) {
+  __device__ __forceinline__ void move_reference(Logits& logits, Logits* ahead) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -162,6 +161,7 @@ struct Rows {
         for (int e = h; e < h + 2; ++e) {
           logits[t][0][e] -= raise;
           logits[t][1][e] -= raise;
+          if (ahead != nullptr) (*ahead)[t][0][e] -= raise, (*ahead)[t][1][e] -= raise;
           minus_reference[t][e] -= raise;
           weight[t][e] *= shrink;
 #pragma unroll
@@ -177,13 +177,13 @@ template <class Config>
 struct Block {
   using T = typename Config::T;
   const AttentionArgs& args;
-  const Plan& plan;
+  const AttentionPlan& plan;
   int head;
   // Of the sequence, in rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
   int first_row, first_logsumexp;
   int begin, end;  // queries of this block, within the sequence
 
-  __device__ __forceinline__ Block(const AttentionArgs& a, const Plan& p) : args(a), plan(p) {
+  __device__ __forceinline__ Block(const AttentionArgs& a, const AttentionPlan& p) : args(a), plan(p) {
     const AttentionShape& s = a.shape;
     const int group = blockIdx.x / p.splits, split = blockIdx.x - group * p.splits;
     const int sequence = group / s.heads;
@@ -260,12 +260,34 @@ __device__ __forceinline__ void attend(Rows<Config>& rows, const Block<Config>& 
   uint32_t value[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) value[i] = values + piece_offset(lane % 16, lane / 16 + 2 * i);
-#pragma unroll 1
-  for (; from < to; from += kStepKeys) {
-    rows.step(key, value[0], value[1], valid - from);
+  const auto advance = [&] {
+    from += kStepKeys;
     key += kStepKeys * kRowBytes;
     value[0] += kStepKeys * kRowBytes;
     value[1] += kStepKeys * kRowBytes;
+  };
+  if constexpr (!Config::kAhead) {
+#pragma unroll 1
+    while (from < to) {
+      typename Rows<Config>::Logits logits;
+      rows.compute(logits, key);
+      rows.add(logits, value[0], value[1], valid - from, nullptr);
+      advance();
+    }
+  } else {
+    typename Rows<Config>::Logits logits[2];
+    if (from < to) rows.compute(logits[0], key);
+#pragma unroll 1
+    for (; from < to;) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Behind the last step the same keys once more, for nothing.
+        rows.compute(logits[1 - i], from + kStepKeys < to ? key + kStepKeys * kRowBytes : key);
+        rows.add(logits[i], value[0], value[1], valid - from, &logits[1 - i]);
+        advance();
+        if (i == 0 && from >= to) break;
+      }
+    }
   }
 }
 
@@ -290,12 +312,12 @@ __device__ __forceinline__ void store(const Rows<Config>& rows, const Block<Conf
   }
 }
 
-// The sums of all warps of the block, each over its own keys, put together.
+// The sums of warps with the same queries, each over its own keys, put together.
 template <class Config>
-__device__ __forceinline__ void combine(const Rows<Config>& rows, const Block<Config>& block, float* shared) {
+__device__ __forceinline__ void combine(const Rows<Config>& rows, const Block<Config>& block, float* shared, int warp) {
   using T = typename Config::T;
   constexpr int kRows = Config::kTiles * 16, kStride = Config::kSumStride;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   __syncthreads();  // keys and values lie here until now
   float* const mine = shared + warp * Config::kSumFloats;
 #pragma unroll
@@ -315,25 +337,27 @@ __device__ __forceinline__ void combine(const Rows<Config>& rows, const Block<Co
     }
   }
   __syncthreads();
-  const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  if (row >= kRows || block.begin + row >= block.end) return;
-  float2 parts[Config::kWarps];
+  const int query = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  if (query >= Config::kQueryGroups * kRows || block.begin + query >= block.end) return;
+  const float* const sums_of_group = shared + query / kRows * Config::kKeyGroups * Config::kSumFloats;
+  const int row = query % kRows;
+  float2 parts[Config::kKeyGroups];
   float minus_reference = INFINITY;  // the least, among warps that have weights
 #pragma unroll
-  for (int w = 0; w < Config::kWarps; ++w) {
-    parts[w] = *reinterpret_cast<const float2*>(shared + w * Config::kSumFloats + kRows * kStride + row * 2);
+  for (int w = 0; w < Config::kKeyGroups; ++w) {
+    parts[w] = *reinterpret_cast<const float2*>(sums_of_group + w * Config::kSumFloats + kRows * kStride + row * 2);
     if (parts[w].y != 0.0f) minus_reference = fminf(minus_reference, parts[w].x);
   }
   float sums[8] = {}, weight = 0.0f;
 #pragma unroll
-  for (int w = 0; w < Config::kWarps; ++w) {
+  for (int w = 0; w < Config::kKeyGroups; ++w) {
     if (parts[w].y == 0.0f) continue;
     const float factor = exp2_fast(minus_reference - parts[w].x);
     weight = fmaf(parts[w].y, factor, weight);
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const float4 v =
-          *reinterpret_cast<const float4*>(shared + w * Config::kSumFloats + row * kStride + piece * 8 + i);
+          *reinterpret_cast<const float4*>(sums_of_group + w * Config::kSumFloats + row * kStride + piece * 8 + i);
       sums[i] = fmaf(v.x, factor, sums[i]), sums[i + 1] = fmaf(v.y, factor, sums[i + 1]);
       sums[i + 2] = fmaf(v.z, factor, sums[i + 2]), sums[i + 3] = fmaf(v.w, factor, sums[i + 3]);
     }
@@ -341,15 +365,14 @@ __device__ __forceinline__ void combine(const Rows<Config>& rows, const Block<Co
   const float inverse = 1.0f / weight;
 #pragma unroll
   for (float& x : sums) x *= inverse;
-  *reinterpret_cast<uint4*>(static_cast<T*>(block.args.out) + block.dense_row(block.begin + row) + piece * 8) =
+  *reinterpret_cast<uint4*>(static_cast<T*>(block.args.out) + block.dense_row(block.begin + query) + piece * 8) =
       narrow<T>(sums).word;
-  if (piece == 0) block.store_logsumexp(block.begin + row, minus_reference, weight);
+  if (piece == 0) block.store_logsumexp(block.begin + query, minus_reference, weight);
 }
 
 template <class Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kResident) void attention_kernel(const AttentionArgs args,
-                                                                                        const Plan plan) {
-#if __CUDA_ARCH__ >= 800
+                                                                                        const AttentionPlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   const uint32_t buffers = shared_address(shared);
   const uint32_t buffer_bytes = plan.buffer_keys * 2 * kRowBytes;
@@ -387,51 +410,44 @@ __global__ __launch_bounds__(Config::kThreads, Config::kResident) void attention
     if constexpr (Config::kKeyGroups == 1) {
       if (first < block.end) store(rows, block, first);
     } else {
-      combine(rows, block, reinterpret_cast<float*>(shared));
+      combine(rows, block, reinterpret_cast<float*>(shared), warp);
     }
   }
-#endif
 }
 
 template <class Config>
-void launch(const AttentionArgs& a, const Plan& plan, cudaStream_t stream) {
+void launch(const AttentionArgs& a, const AttentionPlan& plan, cudaStream_t stream) {
   const int buffers = plan.buffers * plan.buffer_keys * 2 * kRowBytes;
   const int bytes = buffers > Config::kSumBytes ? buffers : Config::kSumBytes;
   allow_shared_bytes(attention_kernel<Config>, bytes);
+  prefer_shared_memory(attention_kernel<Config>);
   const int64_t blocks = int64_t(a.shape.sequences) * a.shape.heads * plan.splits;
   launch_dependent<attention_kernel<Config>>("attention", checked_grid(blocks, "attention"), Config::kThreads, bytes,
                                              stream, a, plan);
 }
 
+// Launches the kernel whose estimate is lowest.
+template <class... Configs>
+void launch_best(const AttentionArgs& a, cudaStream_t stream) {
+  const int processors = multiprocessor_count();
+  const AttentionPlan plans[] = {plan_attention(a.shape, Configs::kBlock, processors)...};
+  int best = 0;
+  for (int i = 1; i < static_cast<int>(sizeof...(Configs)); ++i) {
+    if (plans[i].cycles < plans[best].cycles) best = i;
+  }
+  if (const char* text = getenv("ATT")) best = atoi(text);
+  int i = 0;
+  ((i++ == best ? launch<Configs>(a, plans[best], stream) : void()), ...);
+}
+
 }  // namespace
 
 void attention_forward(const AttentionArgs& a, DType dtype, cudaStream_t stream) {
-  const AttentionShape& s = a.shape;
-  const int64_t groups = int64_t(s.sequences) * s.heads;
-  if (groups == 0 || s.length == 0) return;
-  Plan plan;
-  const bool resident = s.length <= kMostResident;
-  plan.buffer_keys = resident ? round_up(s.length, kStepKeys) : kStreamedKeys;
-  plan.buffers = resident ? 1 : 2;
-  plan.chunks = ceil_div(s.length, plan.buffer_keys);
-  const int tiles = ceil_div(s.length, 16);
+  if (int64_t(a.shape.sequences) * a.shape.heads * a.shape.length == 0) return;
   with_half_type(dtype, "attention", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Divided = Config<T, 1, 8, 8, 2>;
-    using Whole = Config<T, 2, 4, 1, 4>;
-    const int processors = multiprocessor_count();
-    if (groups * tiles <= 4 * processors) {  // fewer tiles than schedulers: the keys are divided too
-      plan.tiles = 1;
-      plan.splits = tiles;
-      return launch<Divided>(a, plan, stream);
-    }
-    // Enough blocks for all multiprocessors, four each; not more, since every block reads the keys.
-    constexpr int kBlockTiles = Whole::kWarps * Whole::kTiles;
-    int splits = static_cast<int>(ceil_div<int64_t>(4 * processors, groups));
-    splits = resident ? splits : ceil_div(tiles, kBlockTiles);
-    plan.tiles = round_up(ceil_div(tiles, splits), 2);
-    plan.splits = ceil_div(tiles, plan.tiles);
-    launch<Whole>(a, plan, stream);
+    launch_best<Config<T, 2, 4, 1, 4, false>, Config<T, 2, 4, 1, 3, true>, Config<T, 2, 8, 4, 2, false>,
+                Config<T, 2, 16, 8, 1, false>, Config<T, 2, 8, 8, 2, false>, Config<T, 1, 8, 8, 2, false>>(a, stream);
   });
 }
 

@@ -20,17 +20,7 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32, kResident = 3;
 constexpr int kTiles = 2;  // of 16 rows, per warp at a time
 constexpr int kStep = 16;
-constexpr int kMostResident = 416;  // rows that the other side may have to stay in shared memory
-constexpr int kBufferRows = 192;  // else two buffers of so many
 constexpr float kShift = 4.0f;
-
-struct Plan {
-  int splits;  // blocks of one kind that share an area and head, each with its own rows
-  int tiles;  // of 16 rows, per block
-  int buffer_rows;  // of one buffer
-  int buffers;  // 1 or 2
-  int chunks;  // buffers to fill
-};
 
 // Of two queries, as accumulators want them: -logsumexp (in powers of two, and shifted) and -mean, each of the first, the
 // second, the first, the second.
@@ -41,7 +31,7 @@ __host__ __device__ constexpr int buffer_bytes(int rows) { return rows * (2 * kR
 template <class T>
 struct Block {
   const AttentionBackwardArgs& args;
-  const Plan& plan;
+  const AttentionPlan& plan;
   int head;
   // Of the sequence, in rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
   int first_row, first_logsumexp;
@@ -49,7 +39,7 @@ struct Block {
   int begin, end;
 
   // Reads blockIdx anew, as reread_thread_index() does.
-  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const Plan& p) : args(a), plan(p) {
+  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p) : args(a), plan(p) {
     const AttentionShape& s = a.shape;
     int block_index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block_index));
@@ -88,34 +78,47 @@ struct Block {
     return fmaf(args.logsumexp[first_logsumexp + row], -kLog2e, kShift);
   }
 
-  // Starts to copy the other side's rows of a chunk into a buffer, zeros behind the last one: queries and grad_out, or keys
-  // and values. The statistics of queries are written at once.
+  // Starts to copy the other side's rows of a chunk into a buffer, zeros behind the last one.
   __device__ __forceinline__ void load(unsigned char* buffer, int chunk) const {
-    const int first = chunk * plan.buffer_rows;
-    const int count = min(plan.buffer_rows, (args.shape.length - first + kStep - 1) / kStep * kStep);
-    const int thread_row = threadIdx.x / (2 * kPieces), side = threadIdx.x / kPieces % 2, piece = threadIdx.x % kPieces;
-    const uint32_t to = shared_address(buffer) + side * plan.buffer_rows * kRowBytes;
+    const int first = chunk * plan.buffer_keys;
+    const int count = min(plan.buffer_keys, (args.shape.length - first + kStep - 1) / kStep * kStep);
+    if (of_keys) {
+      load_queries(buffer, first, count);
+    } else {
+      load_keys(shared_address(buffer), first, count);
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(uint32_t buffer, int first, int count) const {
+    const int piece = threadIdx.x % (2 * kPieces);
+    const uint32_t to = buffer + piece / kPieces * plan.buffer_keys * kRowBytes;
 #pragma unroll 4
-    for (int row = thread_row; row < count; row += kThreads / (2 * kPieces)) {
+    for (int row = threadIdx.x / (2 * kPieces); row < count; row += kThreads / (2 * kPieces)) {
       const bool valid = first + row < args.shape.length;
-      const int source = valid ? first + row : 0;
-      const T* const from = !of_keys    ? qkv_row(source, 1 + side)
-                            : side == 0 ? qkv_row(source, 0)
-                                        : grad_out_row(source);
-      copy_async(to + piece_offset(row, piece), from + piece * 8, valid ? 16 : 0);
+      copy_async(to + piece_offset(row, piece % kPieces), qkv_row(valid ? first + row : 0, 1) + piece * 8,
+                 valid ? 16 : 0);
     }
     commit_async_copies();
-    if (!of_keys) return;
-    float* const statistics = reinterpret_cast<float*>(buffer + plan.buffer_rows * 2 * kRowBytes);
+  }
+
+  // Queries, scaled and rounded as in forward (logsumexp belongs to those logits), grad_out, and the statistics.
+  __device__ __forceinline__ void load_queries(unsigned char* buffer, int first, int count) const {
+    const int piece = threadIdx.x % kPieces;
+    const float scale = args.shape.scale * kLog2e;
+    unsigned char* const grads = buffer + plan.buffer_keys * kRowBytes;
+    float* const statistics = reinterpret_cast<float*>(grads + plan.buffer_keys * kRowBytes);
     // All lanes of a warp stay in the loop, which exchanges: count is a multiple of 16, a warp has 8 rows.
 #pragma unroll 2
     for (int row = threadIdx.x / kPieces; row < count; row += kThreads / kPieces) {
       const bool valid = first + row < args.shape.length;
-      float mean = dot(load_piece(grad_out_row(first + row) + piece * 8, valid),
-                       load_piece(out_row(first + row) + piece * 8, valid));
+      const uint4 query = load_piece(qkv_row(first + row, 0) + piece * 8, valid);
+      const uint4 grad = load_piece(grad_out_row(first + row) + piece * 8, valid);
+      float mean = dot(grad, load_piece(out_row(first + row) + piece * 8, valid));
       mean += __shfl_xor_sync(0xffffffff, mean, 1);
       mean += __shfl_xor_sync(0xffffffff, mean, 2);
       const float logsumexp = valid ? minus_logsumexp(first + row) : -INFINITY;
+      *reinterpret_cast<uint4*>(buffer + piece_offset(row, piece)) = scaled<T>(query, scale);
+      *reinterpret_cast<uint4*>(grads + piece_offset(row, piece)) = grad;
       statistics[row / 2 * 8 + row % 2 + piece * 2] = piece < 2 ? logsumexp : -mean;
     }
   }
@@ -154,9 +157,9 @@ __device__ __forceinline__ void accumulate(float (&sums)[kTiles][4][4], const ui
   }
 }
 
-template <class T>
-__device__ __forceinline__ void load_rows(RowFragment (&fragments)[kTiles], const Block<T>& block, int first, int part,
-                                          float scale) {
+template <class T, bool kScaled>
+__device__ __forceinline__ void load_rows(RowFragment (&fragments)[kTiles], const Block<T>& block, int first,
+                                          int part) {
   const int lane = reread_thread_index() % 32;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -165,7 +168,7 @@ __device__ __forceinline__ void load_rows(RowFragment (&fragments)[kTiles], cons
     for (int h = 0; h < 2; ++h) {
       const int row = first + t * 16 + h * 8 + lane / 4;
       pieces[h] = load_piece(block.qkv_row(row, part) + lane % 4 * 8, row < block.end);
-      if (part != 2) pieces[h] = scaled<T>(pieces[h], scale);
+      if (kScaled) pieces[h] = scaled<T>(pieces[h], block.args.shape.scale * kLog2e);
     }
     fragments[t].set(pieces[0], pieces[1]);
   }
@@ -247,8 +250,8 @@ struct Keys {
   float grad_keys[kTiles][4][4], grad_values[kTiles][4][4];
 
   __device__ __forceinline__ void start(const Block<T>& block, int first) {
-    load_rows(keys, block, first, 1, block.args.shape.scale * kLog2e);
-    load_rows(values, block, first, 2, 1.0f);
+    load_rows<T, false>(keys, block, first, 1);
+    load_rows<T, false>(values, block, first, 2);
     clear(grad_keys);
     clear(grad_values);
   }
@@ -283,7 +286,7 @@ struct Keys {
 
   __device__ __forceinline__ void finish(const Block<T>& block, int first) const {
     const float unshift = exp2f(-kShift);
-    store_rows<T, false>(grad_keys, block, first, 1, unshift * block.args.shape.scale);
+    store_rows<T, false>(grad_keys, block, first, 1, unshift * kLn2);  // queries are multiplied by scale / ln 2
     store_rows<T, true>(grad_values, block, first, 2, unshift);
   }
 };
@@ -297,7 +300,7 @@ struct Queries {
 
   __device__ __forceinline__ void start(const Block<T>& block, int first) {
     const int lane = reread_thread_index() % 32;
-    load_rows(queries, block, first, 0, block.args.shape.scale * kLog2e);
+    load_rows<T, true>(queries, block, first, 0);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       uint4 pieces[2];
@@ -356,7 +359,7 @@ struct Queries {
 
 template <class T, class Rows, bool kStreamed>
 __device__ __forceinline__ void run(const Block<T>& block, unsigned char* shared) {
-  const int buffer_rows = block.plan.buffer_rows, length = block.args.shape.length;
+  const int buffer_rows = block.plan.buffer_keys, length = block.args.shape.length;
   // Which warp has most to do must not always be the one of the same scheduler.
   const int warp = (threadIdx.x / 32 + blockIdx.x / 2) % kWarps;
   int first = block.begin + warp * kTiles * 16;
@@ -391,8 +394,7 @@ __device__ __forceinline__ void run(const Block<T>& block, unsigned char* shared
 template <class T, bool kStreamed>
 __global__ __launch_bounds__(kThreads,
                              kStreamed ? 2 : kResident) void attention_backward_kernel(const AttentionBackwardArgs args,
-                                                                                       const Plan plan) {
-#if __CUDA_ARCH__ >= 800
+                                                                                       const AttentionPlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Block<T> block(args, plan);
   let_later_kernels_start();
@@ -402,32 +404,23 @@ __global__ __launch_bounds__(kThreads,
   } else {
     run<T, Queries<T>, kStreamed>(block, shared);
   }
-#endif
 }
 
 }  // namespace
 
 void attention_backward(const AttentionBackwardArgs& a, DType dtype, cudaStream_t stream) {
-  const AttentionShape& s = a.shape;
-  const int64_t groups = int64_t(s.sequences) * s.heads;
-  if (groups == 0 || s.length == 0) return;
-  const bool resident = s.length <= kMostResident;
-  Plan plan;
-  plan.buffer_rows = resident ? round_up(s.length, kStep) : kBufferRows;
-  plan.buffers = resident ? 1 : 2;
-  plan.chunks = ceil_div(s.length, plan.buffer_rows);
-  const int tiles = ceil_div(s.length, 16), processors = multiprocessor_count();
-  // Enough blocks for all multiprocessors, three each; not more, since every block reads all of the other side.
-  const int splits = resident ? static_cast<int>(ceil_div<int64_t>(kResident * processors, 2 * groups))
-                              : ceil_div(tiles, kWarps * kTiles);
-  plan.tiles = round_up(ceil_div(tiles, splits), kTiles);
-  plan.splits = ceil_div(tiles, plan.tiles);
-  const int bytes = plan.buffers * buffer_bytes(plan.buffer_rows);
+  const int64_t groups = int64_t(a.shape.sequences) * a.shape.heads;
+  if (groups * a.shape.length == 0) return;
+  const bool resident = a.shape.length <= kMostResidentKeys;
+  const AttentionBlock block = {kTiles, kWarps, 1, resident ? kResident : 2};
+  const AttentionPlan plan = plan_attention(a.shape, block, multiprocessor_count(), 2);
+  const int bytes = plan.buffers * buffer_bytes(plan.buffer_keys);
   with_half_type(dtype, "attention_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
     with_bool(!resident, [&](auto streamed) {
       constexpr bool kIsStreamed = decltype(streamed)::value;
       allow_shared_bytes(attention_backward_kernel<T, kIsStreamed>, bytes);
+      prefer_shared_memory(attention_backward_kernel<T, kIsStreamed>);
       launch_dependent<attention_backward_kernel<T, kIsStreamed>>(
           "attention_backward", checked_grid(2 * groups * plan.splits, "attention_backward"), kThreads, bytes, stream,
           a, plan);
