@@ -195,8 +195,8 @@ def exporting() -> bool:
 
 def is_fused_forward(block: nn.Module, forward: Any) -> bool:
     """Whether `forward` is the block's own `forward_fuse`, as Ultralytics' ``fuse()`` leaves it."""
-    functions = (Conv.forward_fuse, FastConv.forward_fuse)
-    return getattr(forward, "__self__", None) is block and getattr(forward, "__func__", None) in functions
+    function = getattr(forward, "__func__", None)
+    return (function is FastConv.forward_fuse or function is Conv.forward_fuse) and forward.__self__ is block
 
 
 # The three functions below are `getattr` without its search through parameters, buffers and children, which would take
