@@ -121,6 +121,8 @@ def _run(
     batch_statistics = False
     if reason is None:
         weight, bias = parameter(conv, "weight"), parameter(conv, "bias")
+        reason = _type_reason(x, weight)
+    if reason is None:
         dtype = ops.compute_dtype(x)
         reason = _input_reason(x, dtype, weight, bias)
         if bn is not None:
@@ -199,6 +201,12 @@ def is_fused_forward(block: nn.Module, forward: Any) -> bool:
     return (function is FastConv.forward_fuse or function is Conv.forward_fuse) and forward.__self__ is block
 
 
+# Weights stay in the layout in which they are found, and 3x3 ones in PyTorch's default layout are packed at every call:
+# 2 us of kernel time each, 16 launches in n and 36 in x. Giving the Parameters channels_last strides at patch time
+# would save that, but Ultralytics up to at least 8.4.60 folds batch norms with `weight.view(...)`, which raises on such
+# weights: `predict` of a patched model would fail there, and so would every file saved from one. Since 8.4.142 training
+# on CUDA makes all weights channels_last anyway; under autocast they are cast, which is the same launch.
+
 # The three functions below are `getattr` without its search through parameters, buffers and children, which would take
 # more time than all other checks. A child may also be a plain attribute: DataParallel and FSDP replace parameters so.
 
@@ -270,12 +278,16 @@ def has_hooks(module: nn.Module) -> bool:
 # Besides what the op cannot do, the reasons below are those for which stock raises an error: so that it stays stock's.
 
 
-def _input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> str | None:
-    # `dtype` is what the convolution computes in: another than that of `x` means autocast.
+def _type_reason(x: Tensor, weight: Tensor) -> str | None:
     if type(x) is not Tensor and type(x) is not Parameter:
         return f"the input is a {type(x).__name__}, not a plain tensor"
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
+    return None
+
+
+def _input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> str | None:
+    # `dtype` is what the convolution computes in: another than that of `x` means autocast.
     # A compiler traces through transforms by itself, and could not trace these questions.
     if not torch.compiler.is_compiling() and (
         torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
