@@ -384,3 +384,28 @@ def test_whole_models(cfg, size):
     x = torch.rand(1, 3, *size, dtype=torch.float64)
     with torch.no_grad():
         assert_same(tensors(fast(x)), tensors(model(x)), 1e-11)
+
+
+def test_fused_weights_get_the_kernels_strides_and_give_them_back(monkeypatch):
+    """As on a GPU: after `fuse()` and a move, or at once for a model that is fused already."""
+    monkeypatch.setattr(blocks, "_on_gpu", lambda weight: True)
+    model = support.build("yolo12n.yaml")
+    weights = {name: p for name, p in model.named_parameters() if p.dim() == 4}
+    patch_modules(model)
+    model.float()
+    assert all(p.is_contiguous() for p in weights.values())  # a model that may still be fused
+    model.fuse(verbose=False)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    pointers = dict(model.named_parameters())
+    for change in (lambda: model.to(torch.float32), lambda: (unpatch_modules(model), patch_modules(model))):
+        change()
+        kept = [m for m in model.modules() if "_fc_weight_kept" in vars(m)]
+        assert len(kept) == 32  # the dense 3x3 ones but the stem
+        assert all(m.conv.weight.is_contiguous(memory_format=torch.channels_last) for m in kept)
+        twin = pickle.loads(pickle.dumps(model))
+        assert not any("_fc_weight_kept" in vars(m) for m in twin.modules())
+    for name, p in model.named_parameters():
+        assert p is pointers[name] and torch.equal(p, expected[name])
+    unpatch_modules(model)
+    assert all(p.is_contiguous() for p in model.parameters())
+    assert not any(key.startswith("_fc_") for m in model.modules() for key in vars(m))

@@ -113,3 +113,17 @@ def test_inference_is_deterministic_and_needs_no_fresh_memory(cuda):
         del poison  # what the next buffers are made of
         for a, b in zip(first, support.tensors(model(x)), strict=True):
             assert torch.equal(a, b)
+
+
+def test_weights_in_the_kernels_layout_change_no_bit(cuda):
+    """A fused model's weights get other strides when it moves; packing them at every call gave the same numbers."""
+    model = support.build("yolo12n.yaml").fuse(verbose=False).to(cuda).half()
+    x = torch.rand(2, 3, 96, 128, device=cuda, dtype=torch.half)
+    patch_modules(model)
+    kept = [m for m in model.modules() if "_fc_weight_kept" in vars(m)]
+    assert len(kept) == 32
+    with torch.inference_mode():
+        ours = support.tensors(model(x))
+        for module in kept:
+            module.conv.weight.data = module.conv.weight.data.contiguous()
+        assert all(torch.equal(a, b) for a, b in zip(ours, support.tensors(model(x)), strict=True))

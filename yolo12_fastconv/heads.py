@@ -219,7 +219,7 @@ def _convolution(conv: Any, x: Tensor) -> Tensor:
     if type(conv) is not nn.Conv2d or is_watched(conv) or blocks.structure_reason(conv, None, _IDENTITY) is not None:
         return conv(x)
     weight, bias = blocks.parameter(conv, "weight"), blocks.parameter(conv, "bias")
-    if blocks.input_reason(x, ops.compute_dtype(x), weight, bias) is not None:
+    if blocks.type_reason(x, weight) or blocks.input_reason(x, ops.compute_dtype(x), weight, bias):
         return conv(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return conv(x)

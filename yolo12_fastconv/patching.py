@@ -250,7 +250,9 @@ def unpatch_modules(module: nn.Module) -> int:
     for block in network.modules():
         stock = STOCK.get(type(block)) or UNFUSED.get(type(block))
         if stock is not None:
-            count += type(block) in STOCK
+            if type(block) in STOCK:
+                count += 1
+                blocks.restore_weight(block)
             block.__class__ = stock
             for key in [key for key in vars(block) if key.startswith("_fc_")]:
                 del block.__dict__[key]
@@ -321,8 +323,11 @@ def _apply(network: nn.Module, plan: PatchSummary) -> None:
     modules: dict[str, Any] = dict(network.named_modules())
     for name in (*plan.swapped, *plan.fused):
         block = modules[name]
-        block.__class__ = FAST.get(type(block)) or FUSED[type(block)]
+        larger = type(block) in FUSED
+        block.__class__ = FUSED[type(block)] if larger else FAST[type(block)]
         _rebind_fused_forward(block)
+        if not larger:
+            blocks.keep_weight_for_kernels(block)
     neck.link_layers(network)
     for name in plan.strict:
         modules[name]._fc_strict = name or type(modules[name]).__name__
