@@ -96,7 +96,9 @@ class DetectCase:
             steps.append(torch.full((h * w, 1), 8.0 * 2**level))
         # Transposed views, as in `Detect`.
         point, step = (torch.cat(t).to(dtype).to(device).transpose(0, 1) for t in (points, steps))
-        values = None if self.bins == 1 else torch.arange(self.bins, dtype=dtype, device=device).view(1, -1, 1, 1)
+        values = (
+            None if self.bins == 1 else torch.arange(self.bins, dtype=dtype, device=device).view(1, -1, 1, 1)
+        )
         return boxes, scores, values, point, step
 
 
@@ -118,7 +120,9 @@ def double(arguments: tuple) -> tuple:
     )
 
 
-def check_detect(case: DetectCase, precision: str, device: object, layout: str, arguments: tuple | None = None):
+def check_detect(
+    case: DetectCase, precision: str, device: object, layout: str, arguments: tuple | None = None
+):
     """The op against stock's operations and a float64 truth; a list of what is wrong, and the share of the limit used."""
     dtype = getattr(torch, precision)
     arguments = arguments or case.inputs(dtype, device, layout)

@@ -1,6 +1,6 @@
 """Fast heads, Concat and Upsample on CUDA.
 
-    pytest -m gpu tests/test_gpu_heads.py
+pytest -m gpu tests/test_gpu_heads.py
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def test_upsample_and_concat_share_a_buffer(cuda):
     for dtype in (torch.float16, torch.float32):
         pointers = []
         for i in range(4):
-            x = torch.randn(2, 24, 5, 7, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+            x = torch.randn(2, 24, 5, 7, device=cuda, dtype=dtype).contiguous(
+                memory_format=torch.channels_last
+            )
             more = 8 if i < 3 else 16
             skip = torch.randn(2, more, 10, 14, device=cuda, dtype=dtype)
             skip = skip.contiguous(memory_format=torch.channels_last)

@@ -268,7 +268,14 @@ def test_who_reads_an_upsampled_map():
     assert all(neck._all_readers_round(twin.model[up.i]) for up in ups)
 
     first = ups[0]
-    for watched in (first, model.model[10], model.model[11], model.model[11].cv1, model.model[11].cv1.conv, model.model):
+    for watched in (
+        first,
+        model.model[10],
+        model.model[11],
+        model.model[11].cv1,
+        model.model[11].cv1.conv,
+        model.model,
+    ):
         handle = watched.register_forward_hook(lambda *_: None)
         assert not neck._all_readers_round(first)
         handle.remove()

@@ -181,7 +181,9 @@ def check_detect(
     )
     _require(
         tuple(points.shape) == (2, anchors) and tuple(steps.shape) == (1, anchors),
-        lambda: f"points must be (2, {anchors}) and steps (1, {anchors}), got {tuple(points.shape)} and {tuple(steps.shape)}",
+        lambda: (
+            f"points must be (2, {anchors}) and steps (1, {anchors}), got {tuple(points.shape)} and {tuple(steps.shape)}"
+        ),
     )
     for t in (points, steps):
         _require(

@@ -176,8 +176,8 @@ def link_layers(network: nn.Module) -> None:
 
 
 def _all_readers_round(layer: Any) -> bool:
-    """Whether nothing sees the result of `layer` but concats and convolutions that begin by rounding to autocast's type,
-    the concats' results included, nor their gradients."""
+    """Whether nothing sees the result of `layer`, or of concats that read it, but convolutions, which begin by rounding
+    to autocast's type."""
     reference = layer.__dict__.get("_fc_layers")
     sequence = None if reference is None or torch.compiler.is_compiling() else reference()
     if sequence is None or is_watched(layer) or is_watched(sequence):
