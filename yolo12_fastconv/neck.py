@@ -112,7 +112,7 @@ class FastUpsample(_MapLayer, nn.Upsample):
         return y
 
 
-class FastConcat(_MapLayer, Concat):
+class FastConcat(_MapLayer, Concat):  # type: ignore[misc]
     """Concatenation of NHWC maps along their channels as one kernel, forward and backward."""
 
     _stock = Concat
@@ -172,7 +172,7 @@ def link_layers(network: nn.Module) -> None:
     if isinstance(layers, nn.Sequential):
         for layer in layers:
             if type(layer) is FastUpsample:
-                layer._fc_layers = weakref.ref(layers)
+                layer.__dict__["_fc_layers"] = weakref.ref(layers)
 
 
 def _all_readers_round(layer: Any) -> bool:
