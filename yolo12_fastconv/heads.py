@@ -92,7 +92,7 @@ class FastDetect(FusedBlock, Detect):
             return f"dfl is {type(dfl).__name__} for {block.reg_max} bins"
         return None
 
-    def forward(self, x: list[Tensor]) -> Any:
+    def forward(self, x: Any) -> Any:
         """As `Detect`."""
         return self.run(x) if self.fused_now() else Detect.forward(self, x)
 
@@ -216,8 +216,9 @@ def _head(head: Any, x: Tensor) -> Tensor:
 def _convolution(conv: Any, x: Tensor) -> Tensor:
     """``conv(x)``: by the fused op if nobody watches, and no gradient is recorded, for which stock's backward is as
     fast."""
+    kind: Any = type(conv)  # compared by itself, mypy would narrow `conv`
     if (
-        type(conv) is not nn.Conv2d
+        kind is not nn.Conv2d
         or is_watched(conv)
         or blocks.structure_reason(conv, None, _IDENTITY) is not None
     ):
