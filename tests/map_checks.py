@@ -14,8 +14,8 @@ LAYOUTS = ("nhwc", "nchw", "slice", "padded", "misaligned")
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The numbers of `x` in another layout: NHWC, NCHW, a channel slice of a wider NHWC tensor, NHWC with unused elements
-    behind each pixel, or a channel slice that begins at an odd element."""
+    """The numbers of `x` in another layout: NHWC, NCHW, a channel slice of a wider NHWC tensor, NHWC with unused
+    elements behind each pixel, or a channel slice that begins at an odd element."""
     if layout in ("nhwc", "nchw"):
         return x.contiguous(
             memory_format=torch.channels_last if layout == "nhwc" else torch.contiguous_format
@@ -96,7 +96,9 @@ class DetectCase:
             steps.append(torch.full((h * w, 1), 8.0 * 2**level))
         # Transposed views, as in `Detect`.
         point, step = (torch.cat(t).to(dtype).to(device).transpose(0, 1) for t in (points, steps))
-        values = None if self.bins == 1 else torch.arange(self.bins, dtype=dtype, device=device).view(1, -1, 1, 1)
+        values = (
+            None if self.bins == 1 else torch.arange(self.bins, dtype=dtype, device=device).view(1, -1, 1, 1)
+        )
         return boxes, scores, values, point, step
 
 
@@ -118,8 +120,11 @@ def double(arguments: tuple) -> tuple:
     )
 
 
-def check_detect(case: DetectCase, precision: str, device: object, layout: str, arguments: tuple | None = None):
-    """The op against stock's operations and a float64 truth; a list of what is wrong, and the share of the limit used."""
+def check_detect(
+    case: DetectCase, precision: str, device: object, layout: str, arguments: tuple | None = None
+):
+    """The op against stock's operations and a float64 truth: a list of what is wrong, and how much of the limit is
+    used."""
     dtype = getattr(torch, precision)
     arguments = arguments or case.inputs(dtype, device, layout)
     stock = _aten_maps.detect_decode(*arguments, case.xywh)

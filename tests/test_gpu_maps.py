@@ -1,6 +1,6 @@
 """The ops on feature maps on CUDA: exact copies, and the error rule for what is computed.
 
-    pytest -m gpu tests/test_gpu_maps.py
+pytest -m gpu tests/test_gpu_maps.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def test_concat_copies_exactly(cuda, precision):
             op_checks.poison([stock])
             y = ops.concat_channels(maps, case.scales)
             assert torch.equal(y, stock), f"{case} {layout}"
-            assert y.stride() == torch.empty_like(y, memory_format=torch.channels_last).stride(), f"{case} {layout}"
+            assert y.stride() == torch.empty_like(y, memory_format=torch.channels_last).stride(), (
+                f"{case} {layout}"
+            )
 
 
 def test_concat_writes_into_a_slice(cuda):
@@ -137,7 +139,9 @@ def test_ops_on_maps_run_on_the_current_stream_and_in_graphs(cuda):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = (*ops.detect_decode(*arguments), ops.concat_channels(maps, concat.scales))
-    for to, value in zip((*arguments[0], *arguments[1], *maps), (*others[0], *others[1], *other_maps), strict=True):
+    for to, value in zip(
+        (*arguments[0], *arguments[1], *maps), (*others[0], *others[1], *other_maps), strict=True
+    ):
         to.copy_(value)
     graph.replay()
     torch.cuda.synchronize()

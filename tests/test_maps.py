@@ -107,7 +107,10 @@ def test_concat_names_what_is_wrong(tensors, scales, message):
     ("change", "message"),
     [
         ({"boxes": []}, "one map per level, got 0 and 2"),
-        ({"boxes": [torch.zeros(2, 33, 20, 34), torch.zeros(2, 33, 10, 17)]}, "multiple of 4 channels, got 33"),
+        (
+            {"boxes": [torch.zeros(2, 33, 20, 34), torch.zeros(2, 33, 10, 17)]},
+            "multiple of 4 channels, got 33",
+        ),
         ({"scores": [torch.zeros(2, 20, 20, 34), torch.zeros(2, 21, 10, 17)]}, "level 1"),
         ({"bin_values": torch.arange(7.0)}, "must have 8 elements"),
         ({"bin_values": None}, "must have 8 elements"),

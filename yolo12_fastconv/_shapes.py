@@ -164,8 +164,8 @@ def check_detect(
         _require(
             agrees and box.dtype == score.dtype == boxes[0].dtype,
             partial(
-                "boxes and scores must agree in batch, map sizes of a level, channels of all levels and dtype; level {} "
-                "is {} {} and {} {}".format,
+                "boxes and scores must agree in batch, map sizes of a level, channels of all levels and dtype; "
+                "level {} is {} {} and {} {}".format,
                 i,
                 tuple(box.shape),
                 box.dtype,
@@ -181,7 +181,10 @@ def check_detect(
     )
     _require(
         tuple(points.shape) == (2, anchors) and tuple(steps.shape) == (1, anchors),
-        lambda: f"points must be (2, {anchors}) and steps (1, {anchors}), got {tuple(points.shape)} and {tuple(steps.shape)}",
+        lambda: (
+            f"points must be (2, {anchors}) and steps (1, {anchors}), got {tuple(points.shape)} and "
+            f"{tuple(steps.shape)}"
+        ),
     )
     for t in (points, steps):
         _require(

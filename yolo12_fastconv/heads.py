@@ -1,8 +1,8 @@
 """Fast classes of the detection heads: `Detect`, `Segment`, `Pose`, `OBB`.
 
 In inference, the last convolutions (plain 1x1 `nn.Conv2d` with a bias) run as the fused op, and one kernel makes all
-outputs of their maps. In training stock's operations compute, and the outputs are laid out as their maps are. In exports,
-and for heads of another structure, stock computes.
+outputs of their maps. In training stock's operations compute, and the outputs are laid out as their maps are. In
+exports, and for heads of another structure, stock computes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FastDetect(FusedBlock, Detect):
     `Detect`'s by ``super()`` and so reach these.
     """
 
-    _stock = Detect
+    _stock: Any = Detect
     _stock_args = _constructor_arguments(Detect)
     fuses = "last convolutions, decoding"
     samples = (_sample(Detect, nc=3, ch=(8, 16)),)
@@ -92,7 +92,7 @@ class FastDetect(FusedBlock, Detect):
             return f"dfl is {type(dfl).__name__} for {block.reg_max} bins"
         return None
 
-    def forward(self, x: list[Tensor]) -> Any:
+    def forward(self, x: Any) -> Any:
         """As `Detect`."""
         return self.run(x) if self.fused_now() else Detect.forward(self, x)
 
@@ -164,7 +164,7 @@ class FastDetect(FusedBlock, Detect):
         )
 
 
-class FastSegment(Segment, FastDetect):
+class FastSegment(Segment, FastDetect):  # type: ignore[misc]
     """`FastDetect` with mask coefficients and prototypes."""
 
     _stock = Segment
@@ -172,7 +172,7 @@ class FastSegment(Segment, FastDetect):
     samples = (_sample(Segment, nc=3, nm=4, npr=8, ch=(8, 16)),)
 
 
-class FastPose(Pose, FastDetect):
+class FastPose(Pose, FastDetect):  # type: ignore[misc]
     """`FastDetect` with keypoints."""
 
     _stock = Pose
@@ -180,7 +180,7 @@ class FastPose(Pose, FastDetect):
     samples = (_sample(Pose, nc=3, kpt_shape=(2, 3), ch=(8, 16)),)
 
 
-class FastOBB(OBB, FastDetect):
+class FastOBB(OBB, FastDetect):  # type: ignore[misc]
     """Rotated boxes: the last convolutions are fast, decoding is stock's."""
 
     _stock = OBB
@@ -196,8 +196,8 @@ def _levels(maps: list[Tensor]) -> Tensor:
 
 
 def _join(maps: list[Tensor]) -> Tensor:
-    """The same in the layout (N, A, C): from NHWC maps that is a copy of long runs, forward and backward, instead of two
-    transpositions, and the losses of Ultralytics take their predictions in that order."""
+    """The same in the layout (N, A, C): from NHWC maps that is a copy of long runs, forward and backward, instead of
+    two transpositions, and the losses of Ultralytics take their predictions in that order."""
     if all(t.is_cuda and t.dim() == 4 and t.stride(1) == 1 for t in maps):
         return torch.cat([t.permute(0, 2, 3, 1).flatten(1, 2) for t in maps], 1).transpose(1, 2)
     return _levels(maps)
@@ -216,12 +216,18 @@ def _head(head: Any, x: Tensor) -> Tensor:
 def _convolution(conv: Any, x: Tensor) -> Tensor:
     """``conv(x)``: by the fused op if nobody watches, and no gradient is recorded, for which stock's backward is as
     fast."""
-    if type(conv) is not nn.Conv2d or is_watched(conv) or blocks.structure_reason(conv, None, _IDENTITY) is not None:
+    kind: Any = type(conv)  # compared by itself, mypy would narrow `conv`
+    if (
+        kind is not nn.Conv2d
+        or is_watched(conv)
+        or blocks.structure_reason(conv, None, _IDENTITY) is not None
+    ):
         return conv(x)
     weight, bias = blocks.parameter(conv, "weight"), blocks.parameter(conv, "bias")
     if blocks.type_reason(x, weight) or blocks.input_reason(x, ops.compute_dtype(x), weight, bias):
         return conv(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return conv(x)
-    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return ops.conv_bn_act(x, weight, bias, None, None, *geometry, act="identity")
+    return ops.conv_bn_act(
+        x, weight, bias, None, None, conv.stride, conv.padding, conv.dilation, conv.groups, "identity"
+    )

@@ -112,7 +112,7 @@ class FastUpsample(_MapLayer, nn.Upsample):
         return y
 
 
-class FastConcat(_MapLayer, Concat):
+class FastConcat(_MapLayer, Concat):  # type: ignore[misc]
     """Concatenation of NHWC maps along their channels as one kernel, forward and backward."""
 
     _stock = Concat
@@ -172,12 +172,12 @@ def link_layers(network: nn.Module) -> None:
     if isinstance(layers, nn.Sequential):
         for layer in layers:
             if type(layer) is FastUpsample:
-                layer._fc_layers = weakref.ref(layers)
+                layer.__dict__["_fc_layers"] = weakref.ref(layers)
 
 
 def _all_readers_round(layer: Any) -> bool:
-    """Whether nothing sees the result of `layer` but concats and convolutions that begin by rounding to autocast's type,
-    the concats' results included, nor their gradients."""
+    """Whether nothing sees the result of `layer`, or of concats that read it, but convolutions, which begin by rounding
+    to autocast's type."""
     reference = layer.__dict__.get("_fc_layers")
     sequence = None if reference is None or torch.compiler.is_compiling() else reference()
     if sequence is None or is_watched(layer) or is_watched(sequence):

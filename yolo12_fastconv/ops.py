@@ -398,8 +398,8 @@ def concat_channels_out(tensors: Sequence[Tensor], scales: Sequence[int] | None,
             else the result is copied there.
 
     Raises:
-        RuntimeError: as `concat_channels`; `out` of another size or device; a gradient would be wanted, which an op that
-            writes to its argument has not.
+        RuntimeError: as `concat_channels`; `out` of another size or device; a gradient would be wanted, which an op
+            that writes to its argument has not.
     """
     op = _ops.concat_channels_out.default if torch.compiler.is_compiling() else _autograd.concat_channels_out
     op(list(tensors), [1] * len(tensors) if scales is None else list(scales), out)
@@ -417,8 +417,8 @@ def detect_decode(
     """What a detection head returns in inference, from the maps of its levels.
 
     The levels are put one behind the other along A, their number of pixels in sum. A side of a box is the expectation
-    ``sum(softmax(bins) * bin_values)`` (Distribution Focal Loss), the sides being the distances from the anchor point to
-    the left, top, right and bottom edge.
+    ``sum(softmax(bins) * bin_values)`` (Distribution Focal Loss), the sides being the distances from the anchor point
+    to the left, top, right and bottom edge.
 
     Args:
         boxes: (N, 4 * bins, H_i, W_i) per level, one dtype; NHWC maps are read in place. The CUDA kernel takes up to 16
@@ -430,8 +430,8 @@ def detect_decode(
         xywh: boxes as centre and size, else as left, top, right, bottom.
 
     Returns:
-        y: (N, 4 + classes, A): boxes in image pixels, and sigmoid of the scores. On CUDA computed in float32 (float64 for
-            float64) and rounded once.
+        y: (N, 4 + classes, A): boxes in image pixels, and sigmoid of the scores. On CUDA computed in float32 (float64
+            for float64) and rounded once.
         boxes, scores: (N, 4 * bins, A) and (N, classes, A): the maps. All three are contiguous. Differentiable; then
             ATen computes.
 

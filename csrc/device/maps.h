@@ -10,10 +10,10 @@ namespace yolo12_fastconv {
 
 // One map of a concatenation.
 struct ConcatPart {
-  const void* in;               // (N, H / scale, W / scale) pixels
-  int64_t stride;               // bytes from pixel to pixel
-  int bytes;                    // of a pixel's channels
-  int scale;                    // 1, or 2: every pixel becomes 2x2 (nearest neighbour)
+  const void* in;  // (N, H / scale, W / scale) pixels
+  int64_t stride;  // bytes from pixel to pixel
+  int bytes;  // of a pixel's channels
+  int scale;  // 1, or 2: every pixel becomes 2x2 (nearest neighbour)
 };
 
 constexpr int kMostConcatParts = 8;
@@ -22,8 +22,8 @@ constexpr int kMostConcatParts = 8;
 struct ConcatArgs {
   ConcatPart parts[kMostConcatParts];
   int count;
-  void* out;                    // (N, H, W) pixels
-  int64_t stride;               // bytes from pixel to pixel
+  void* out;  // (N, H, W) pixels
+  int64_t stride;  // bytes from pixel to pixel
   int batch, h, w;
 };
 
@@ -33,9 +33,9 @@ void concat_channels(const ConcatArgs& args, cudaStream_t stream);
 // grad_x[n, c, h, w] = sum of the 2x2 pixels of grad_y that nearest-neighbour upsampling made of it, added as
 // (top left + top right) + (bottom left + bottom right), in float (double for double).
 struct UpsampleBackwardArgs {
-  const void* grad_y;           // (N, 2 H, 2 W) pixels
-  int64_t grad_y_stride;        // elements from pixel to pixel
-  void* grad_x;                 // (N, H, W, C), dense
+  const void* grad_y;  // (N, 2 H, 2 W) pixels
+  int64_t grad_y_stride;  // elements from pixel to pixel
+  void* grad_x;  // (N, H, W, C), dense
   int64_t batch;
   int channels, h, w;
 };
@@ -45,11 +45,11 @@ void upsample_nearest_backward(const UpsampleBackwardArgs& args, DType dtype, cu
 
 // One level of a detection head. Strides count elements from pixel to pixel.
 struct DetectLevel {
-  const void* boxes;            // (N, pixels, 4 * bins)
+  const void* boxes;  // (N, pixels, 4 * bins)
   int64_t box_stride;
-  const void* scores;           // (N, pixels, classes)
+  const void* scores;  // (N, pixels, classes)
   int64_t score_stride;
-  int pixels;                   // H * W
+  int pixels;  // H * W
 };
 
 constexpr int kMostDetectLevels = 8;
@@ -64,17 +64,17 @@ struct DetectArgs {
   DetectLevel levels[kMostDetectLevels];
   int level_count;
   int batch;
-  int bins;                     // 1 to kMostDetectBins
+  int bins;  // 1 to kMostDetectBins
   int classes;
-  const void* bin_values;       // (bins), dense; null if bins is 1
-  const void* points;           // (2, A): x and y in pixels of the level
+  const void* bin_values;  // (bins), dense; null if bins is 1
+  const void* points;  // (2, A): x and y in pixels of the level
   int64_t points_strides[2];
-  const void* steps;            // (A): image pixels per pixel of the level
+  const void* steps;  // (A): image pixels per pixel of the level
   int64_t steps_stride;
-  void* y;                      // all three dense
+  void* y;  // all three dense
   void* boxes;
   void* scores;
-  bool xywh;                    // centre and size, else left, top, right, bottom
+  bool xywh;  // centre and size, else left, top, right, bottom
 };
 
 // kernels/detect.cu

@@ -176,8 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std:
          steps.numel(), " elements");
   }
   for (const Tensor* t : {&points, &steps}) {
-    if (t->scalar_type() != first.scalar_type() || !t->is_cuda() ||
-        t->get_device_index() != first.get_device_index()) {
+    if (t->scalar_type() != first.scalar_type() || !t->is_cuda() || t->get_device_index() != first.get_device_index()) {
       fail("points and steps must have the dtype and device of boxes");
     }
   }

@@ -22,10 +22,10 @@ constexpr int kItems = 4;  // loads in flight per thread: 80 KB per multiprocess
 struct Part {
   const void* in;
   void* out;
-  int64_t stride;               // of `in`, in words
-  FastDivide words;             // per pixel
-  FastDivide width;             // pixels of `in` per row
-  int items;                    // words of all pixels
+  int64_t stride;  // of `in`, in words
+  FastDivide words;  // per pixel
+  FastDivide width;  // pixels of `in` per row
+  int items;  // words of all pixels
   int first_block;
   int scale;
 };
@@ -33,7 +33,7 @@ struct Part {
 struct ConcatPlan {
   Part parts[kMostConcatParts];
   int count;
-  int64_t out_stride;           // in words
+  int64_t out_stride;  // in words
 };
 
 template <class Word>
@@ -41,7 +41,8 @@ __global__ __launch_bounds__(kThreads) void concat_kernel(const __grid_constant_
   int index = 0;
   while (index + 1 < plan.count && static_cast<int>(blockIdx.x) >= plan.parts[index + 1].first_block) ++index;
   const Part& part = plan.parts[index];
-  const int first = (static_cast<int>(blockIdx.x) - part.first_block) * (kThreads * kItems) + static_cast<int>(threadIdx.x);
+  const int first =
+      (static_cast<int>(blockIdx.x) - part.first_block) * (kThreads * kItems) + static_cast<int>(threadIdx.x);
   const Word* in = static_cast<const Word*>(part.in);
   Word* out = static_cast<Word*>(part.out);
   let_later_kernels_start();
@@ -78,7 +79,8 @@ int word_bytes(const ConcatArgs& args) {
   uint64_t all = reinterpret_cast<uintptr_t>(args.out) | static_cast<uint64_t>(args.stride);
   for (int i = 0; i < args.count; ++i) {
     const ConcatPart& part = args.parts[i];
-    all |= reinterpret_cast<uintptr_t>(part.in) | static_cast<uint64_t>(part.stride) | static_cast<uint64_t>(part.bytes);
+    all |=
+        reinterpret_cast<uintptr_t>(part.in) | static_cast<uint64_t>(part.stride) | static_cast<uint64_t>(part.bytes);
   }
   for (int bytes = 16; bytes > 2; bytes /= 2) {
     if (all % bytes == 0) return bytes;
@@ -128,9 +130,9 @@ void launch_concat(const ConcatArgs& args, cudaStream_t stream) {
 
 struct UpsampleBackwardPlan {
   UpsampleBackwardArgs args;
-  FastDivide width;             // of grad_x
-  int64_t items;                // groups of channels, of all pixels of grad_x
-  int groups;                   // per pixel
+  FastDivide width;  // of grad_x
+  int64_t items;  // groups of channels, of all pixels of grad_x
+  int groups;  // per pixel
 };
 
 template <class T, int kLanes>

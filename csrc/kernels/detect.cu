@@ -29,14 +29,14 @@ static_assert(kThreads == kSides * kPixels);
 
 struct DetectPlan {
   DetectArgs args;
-  FastDivide tiles;             // per image, of all levels
-  FastDivide roles;             // per tile: the boxes, then the scores' channels in parts
+  FastDivide tiles;  // per image, of all levels
+  FastDivide roles;  // per tile: the boxes, then the scores' channels in parts
   FastDivide box_words, score_words, last_score_words;  // per pixel and role
   int first_tile[kMostDetectLevels];
   int first_pixel[kMostDetectLevels];
-  int anchors;                  // A
+  int anchors;  // A
   bool boxes_in_words, scores_in_words;  // maps can be read in words of 16 bytes
-  int store;                    // pixels that a store takes: 8, 4, 2 or 1
+  int store;  // pixels that a store takes: 8, 4, 2 or 1
 };
 
 __device__ __forceinline__ int swizzle(int pixel) { return (pixel & 7) ^ ((pixel >> 3 & 3) << 1); }
@@ -234,8 +234,8 @@ __global__ __launch_bounds__(kThreads) void detect_kernel(const __grid_constant_
   if (p >= pixels) return;
   // A thread now has one of the box's four numbers, x where `side` is even.
   const int axis = side % 2;
-  const Acc point = convert<Acc>(static_cast<const T*>(
-      a.points)[axis * a.points_strides[0] + (anchor + p) * a.points_strides[1]]);
+  const Acc point =
+      convert<Acc>(static_cast<const T*>(a.points)[axis * a.points_strides[0] + (anchor + p) * a.points_strides[1]]);
   const Acc step = convert<Acc>(static_cast<const T*>(a.steps)[(anchor + p) * a.steps_stride]);
   const Acc low = point - sides[axis][p], high = point + sides[2 + axis][p];
   const Acc number = side < 2 ? (a.xywh ? (low + high) / 2 : low) : (a.xywh ? high - low : high);
