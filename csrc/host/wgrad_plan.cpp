@@ -1,0 +1,101 @@
+#include "device/wgrad_plan.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
+#include "device/sm90_plan.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+// As the copies count: int coordinates of pixels, and tiles of the workspace in an int.
+bool served(const ConvShape& s) {
+  const bool window = s.kernel_h == 3 && s.kernel_w == 3 && s.stride_h == s.stride_w && s.stride_h <= 2;
+  return s.groups == 1 && s.dilation_h == 1 && s.dilation_w == 1 && (s.pointwise() || window) &&
+         s.out_pixels() > 0 && s.out_pixels() < std::numeric_limits<int>::max() / 2 &&
+         s.in_pixels() < std::numeric_limits<int>::max() / 2 && s.in_channels >= 8 && s.out_channels >= 8 &&
+         s.pad_h < (1 << 15) && s.pad_w < (1 << 15) && wgrad_slice_floats(s) < (1 << 29);
+}
+
+int row_bytes(int channels) { return channels > 32 ? 128 : channels > 16 ? 64 : 32; }
+
+// A product over 16 pixels: N / 2 cycles, or what its operands take in shared memory (tile_costs.h).
+double product_cycles(int width) { return std::max(width / 2.0, 24.7 + width / 4.0); }
+
+}  // namespace
+
+double wgrad_sm90_cycles(const ConvShape& s, const WgradPlan& p) {
+  constexpr double kL2Bytes = 43, kMemoryBytes = 18.6;  // per cycle and multiprocessor
+  constexpr double kStage = 300;  // a warpgroup's way from one stage to the next
+  constexpr double kBlock = 4500;  // set-up, first stage, sums to the workspace
+  constexpr double kFinish = 3000, kFinishBytes = 15;  // the second kernel
+  const bool split = p.window && s.stride_w == 2;
+  const double step = split ? product_cycles(p.width / 3 * 2) + product_cycles(p.width / 3) : product_cycles(p.width);
+  const double products = p.warpgroups * (p.pixels / 16) * step;
+  const double stage = std::max({products, wgrad_stage_bytes(s, p) / kL2Bytes, kStage});
+  const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
+  const double rounds = double(ceil_div<int64_t>(tiles * p.slices, kMultiprocessors));
+  const double stages = double(ceil_div<int64_t>(wgrad_pixel_stages(s, p), p.slices));
+  const double bytes = 2.0 * (double(s.in_pixels()) * s.in_channels + double(s.out_pixels()) * s.out_channels);
+  const double sums = 4.0 * wgrad_slice_floats(s) * p.slices;
+  return std::max(rounds * (stages * stage + kBlock), kBlock + bytes / kMultiprocessors / kMemoryBytes) + kFinish +
+         2 * sums / kMultiprocessors / kFinishBytes;
+}
+
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s) {
+  if (!served(s)) return std::nullopt;
+  std::optional<WgradPlan> best;
+  double least = std::numeric_limits<double>::infinity();
+  // With as many stages as fit, and every number of slices that could be best.
+  const auto weigh = [&](WgradPlan p) {
+    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - 1024) / wgrad_stage_bytes(s, p));
+    if (p.stages < 2) return;
+    const int64_t pixel_stages = wgrad_pixel_stages(s, p);
+    const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
+    const int most = static_cast<int>(std::min<int64_t>(pixel_stages, std::max<int64_t>(4, kMultiprocessors / tiles)));
+    for (p.slices = 1; p.slices <= most; ++p.slices) {
+      const double cycles = wgrad_sm90_cycles(s, p);
+      if (cycles < least) {
+        least = cycles;
+        best = p;
+      }
+    }
+  };
+  WgradPlan p;
+  p.grad_row_bytes = row_bytes(s.out_channels);
+  if (s.pointwise()) {
+    for (const int width : kWgradRowWidths) {
+      if (width / 2 >= s.in_channels && width > 16) continue;
+      for (p.warpgroups = 1; p.warpgroups <= wgrad_max_warpgroups(width); ++p.warpgroups) {
+        if (64 * (p.warpgroups - 1) >= s.out_channels) continue;
+        for (p.pixels = 64; p.pixels <= 256; p.pixels *= 2) {
+          p.width = p.channels = width;
+          p.x_row_bytes = row_bytes(width);
+          weigh(p);
+        }
+      }
+    }
+    return best;
+  }
+  p.window = true;
+  p.warpgroups = s.kernel_h;
+  for (const int width : kWgradWindowWidths) {
+    for (const int rows : {8, 10}) {
+      p.width = width;
+      p.channels = width / 3;
+      p.x_row_bytes = row_bytes(p.channels);
+      p.pixels = 8 * rows;
+      weigh(p);
+    }
+  }
+  return best;
+}
+
+std::string wgrad_sm90_name(const WgradPlan& p) {
+  return std::string("wgrad/sm90/") + (p.window ? "window" : "rows") + "/" + std::to_string(64 * (p.window ? 1 : p.warpgroups)) +
+         "x" + std::to_string(p.channels) + "x" + std::to_string(p.pixels) + "x" + std::to_string(p.stages) + "/" +
+         std::to_string(p.slices);
+}
+
+}  // namespace yolo12_fastconv
