@@ -75,6 +75,8 @@ inline int64_t wgrad_slice_floats(const ConvShape& s) {
 // The plan with the lowest estimate; nothing where the kernel can't run the convolution. Takes for granted: half or
 // bfloat16, rows of x and grad_z aligned to 16 bytes.
 std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& shape);
+// The plan of such a name, with any number of slices; nothing where the kernel has none for this convolution.
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& shape, const std::string& name);
 // Cycles of a multiprocessor of an H200, with the sum of the slices.
 double wgrad_sm90_cycles(const ConvShape& shape, const WgradPlan& plan);
 std::string wgrad_sm90_name(const WgradPlan& plan);

@@ -79,6 +79,13 @@ GradientChoice choose_gradients(const MenuQuery& query) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
+    if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
+      choice.wgrad = WgradFamily::kSm90;
+      choice.plan = *named;
+      return choice;
+    }
+  }
   using Key = std::array<int, kShapeInts>;
   static std::mutex mutex;
   static std::map<Key, std::optional<WgradPlan>> known;

@@ -1,6 +1,7 @@
 #include "device/wgrad_plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 
@@ -43,17 +44,52 @@ double wgrad_sm90_cycles(const ConvShape& s, const WgradPlan& p) {
          2 * sums / kMultiprocessors / kFinishBytes;
 }
 
+namespace {
+
+// Calls function(plan) with every tile that the kernel has for the convolution, with as many stages as fit.
+template <class Function>
+void for_each_tile(const ConvShape& s, Function&& function) {
+  if (!served(s)) return;
+  WgradPlan p;
+  p.grad_row_bytes = row_bytes(s.out_channels);
+  const auto call = [&] {
+    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - 1024) / wgrad_stage_bytes(s, p));
+    if (p.stages >= 2) function(p);
+  };
+  if (s.pointwise()) {
+    for (const int width : kWgradRowWidths) {
+      if (width / 2 >= s.in_channels && width > 16) continue;
+      p.width = p.channels = width;
+      p.x_row_bytes = row_bytes(width);
+      for (p.warpgroups = 1; p.warpgroups <= wgrad_max_warpgroups(width); ++p.warpgroups) {
+        if (64 * (p.warpgroups - 1) >= s.out_channels) continue;
+        for (p.pixels = 64; p.pixels <= 256; p.pixels *= 2) call();
+      }
+    }
+    return;
+  }
+  p.window = true;
+  p.warpgroups = s.kernel_h;
+  for (const int width : kWgradWindowWidths) {
+    p.width = width;
+    p.channels = width / 3;
+    p.x_row_bytes = row_bytes(p.channels);
+    for (const int rows : {8, 10}) {
+      p.pixels = 8 * rows;
+      call();
+    }
+  }
+}
+
+}  // namespace
+
 std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s) {
-  if (!served(s)) return std::nullopt;
   std::optional<WgradPlan> best;
   double least = std::numeric_limits<double>::infinity();
-  // With as many stages as fit, and every number of slices that could be best.
-  const auto weigh = [&](WgradPlan p) {
-    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - 1024) / wgrad_stage_bytes(s, p));
-    if (p.stages < 2) return;
-    const int64_t pixel_stages = wgrad_pixel_stages(s, p);
+  for_each_tile(s, [&](WgradPlan p) {
     const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
-    const int most = static_cast<int>(std::min<int64_t>(pixel_stages, std::max<int64_t>(4, kMultiprocessors / tiles)));
+    const int most = static_cast<int>(
+        std::min<int64_t>(wgrad_pixel_stages(s, p), std::max<int64_t>(4, kMultiprocessors / tiles)));
     for (p.slices = 1; p.slices <= most; ++p.slices) {
       const double cycles = wgrad_sm90_cycles(s, p);
       if (cycles < least) {
@@ -61,35 +97,20 @@ std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s) {
         best = p;
       }
     }
-  };
-  WgradPlan p;
-  p.grad_row_bytes = row_bytes(s.out_channels);
-  if (s.pointwise()) {
-    for (const int width : kWgradRowWidths) {
-      if (width / 2 >= s.in_channels && width > 16) continue;
-      for (p.warpgroups = 1; p.warpgroups <= wgrad_max_warpgroups(width); ++p.warpgroups) {
-        if (64 * (p.warpgroups - 1) >= s.out_channels) continue;
-        for (p.pixels = 64; p.pixels <= 256; p.pixels *= 2) {
-          p.width = p.channels = width;
-          p.x_row_bytes = row_bytes(width);
-          weigh(p);
-        }
-      }
-    }
-    return best;
-  }
-  p.window = true;
-  p.warpgroups = s.kernel_h;
-  for (const int width : kWgradWindowWidths) {
-    for (const int rows : {8, 10}) {
-      p.width = width;
-      p.channels = width / 3;
-      p.x_row_bytes = row_bytes(p.channels);
-      p.pixels = 8 * rows;
-      weigh(p);
-    }
-  }
+  });
   return best;
+}
+
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s, const std::string& name) {
+  const size_t slash = name.rfind('/');
+  if (slash == std::string::npos) return std::nullopt;
+  const int slices = std::atoi(name.c_str() + slash + 1);
+  std::optional<WgradPlan> found;
+  for_each_tile(s, [&](WgradPlan p) {
+    p.slices = slices;
+    if (slices >= 1 && slices <= wgrad_pixel_stages(s, p) && wgrad_sm90_name(p) == name) found = p;
+  });
+  return found;
 }
 
 std::string wgrad_sm90_name(const WgradPlan& p) {
