@@ -36,32 +36,36 @@ Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
   return torch::stable::copy_(out, grad);
 }
 
-// A copy of `tensor` whose pixels begin at multiples of 16 bytes.
+// A copy of `tensor` in `dtype` whose pixels begin at multiples of 16 bytes.
 Tensor copy_with_aligned_pixels(const Tensor& tensor, DType dtype, cudaStream_t stream) {
   const int64_t lanes = 16 / size_of(dtype), channels = tensor.size(1);
   const int64_t pitch = round_up(channels, lanes);
   Tensor copy = empty_rows(tensor, tensor.size(0), channels, tensor.size(2), tensor.size(3), pitch, dtype);
-  pack({tensor.const_data_ptr(), dtype, strides_of(tensor), copy.mutable_data_ptr(), dtype, tensor.size(0),
-        static_cast<int>(channels), static_cast<int>(tensor.size(2)), static_cast<int>(tensor.size(3)),
-        static_cast<int>(pitch)},
+  pack({tensor.const_data_ptr(), dtype_of(tensor.scalar_type()), strides_of(tensor), copy.mutable_data_ptr(), dtype,
+        tensor.size(0), static_cast<int>(channels), static_cast<int>(tensor.size(2)),
+        static_cast<int>(tensor.size(3)), static_cast<int>(pitch)},
        stream);
   return copy;
 }
 
-// `tensor` itself where 16-byte copies can read its pixels, else such a copy. Widths like 460 need one.
-Tensor with_aligned_pixels(const Tensor& tensor, DType dtype, cudaStream_t stream) {
+bool has_aligned_pixels(const Tensor& tensor, DType dtype) {
   const int64_t lanes = 16 / size_of(dtype);
   const auto aligned = [&](int dim) { return tensor.size(dim) == 1 || tensor.stride(dim) % lanes == 0; };
-  const bool ready =
-      aligned(0) && aligned(2) && aligned(3) && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  return ready ? tensor : copy_with_aligned_pixels(tensor, dtype, stream);
+  return dtype_of(tensor.scalar_type()) == dtype && (tensor.size(1) == 1 || tensor.stride(1) == 1) && aligned(0) &&
+         aligned(2) && aligned(3) && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// x as the sm90 weight gradient reads it: 1x1, a matrix of pixels; 3x3, strides that are multiples of each other.
-Tensor with_even_pixels(const Convolution& convolution, const Tensor& x) {
-  const Tensor aligned = with_aligned_pixels(x, convolution.dtype(), convolution.stream());
-  const bool ready = is_row_matrix(aligned) || (!convolution.shape().pointwise() && has_nested_strides(aligned));
-  return ready ? aligned : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
+// grad_z as the sm90 weight gradient reads it. Widths like 460 need a copy, which serves the gradient of x too.
+Tensor grad_for_sm90(const Tensor& grad_z, const Convolution& convolution) {
+  const bool ready = has_aligned_pixels(grad_z, convolution.dtype());
+  return ready ? grad_z : copy_with_aligned_pixels(grad_z, convolution.dtype(), convolution.stream());
+}
+
+// x likewise: 1x1, a matrix of pixels; 3x3, strides that are multiples of each other.
+Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
+  const bool even = is_row_matrix(x) || (!convolution.shape().pointwise() && has_nested_strides(x));
+  const bool ready = even && has_aligned_pixels(x, convolution.dtype());
+  return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
 // grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is.
@@ -175,11 +179,12 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)});
     const bool own_x = wanted[kGradX] && own.dgrad.has_value();
     const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
-    if (own.wgrad == WgradFamily::kSm90 && own_weight) grad_z = with_aligned_pixels(grad_z, dtype, stream);
+    const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
+    if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
     if (own_x) grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight);
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, wanted[kGradBias]};
     const bool calls_aten = others[0] || others[1] || others[2];
-    const Tensor cast_x = calls_aten || own_weight ? convolution.cast_x() : x;
+    const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
     if (calls_aten) {
       ConvGrads rest = convolution_backward(grad_z, cast_x, convolution.cast_weight(), in.bias.has_value(), geometry,
                                             others);
@@ -187,9 +192,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
       grads = rest;
     }
     if (own_weight) {
-      const bool sm90 = own.wgrad == WgradFamily::kSm90;
-      const Tensor pixels = sm90 ? with_even_pixels(convolution, cast_x) : cast_x;
-      grads.weight = weight_gradient(convolution, own, grad_z, pixels, weight);
+      grads.weight = weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
     }
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
