@@ -8,10 +8,10 @@ namespace yolo12_fastconv {
 #define YOLO12_SUMS_AT(i)                                                                                     \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define YOLO12_WGMMA(columns, groups, types, ia, ib)                                                                \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns types " {" YOLO12_REGISTERS_##groups "}, %" ia ", %" ib \
+#define YOLO12_WGMMA(columns, groups, types, ia, ib)                                                                  \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns types " {" YOLO12_REGISTERS_##groups "}, %" ia ", %" ib   \
                                                                                                  ", 1, 1, 1, 1, 1;\n" \
-               : YOLO12_SUMS_##groups                                                                               \
+               : YOLO12_SUMS_##groups                                                                                 \
                : "l"(a), "l"(b))
 #define YOLO12_WGMMA_CASE(columns, groups, ia, ib)                \
   if constexpr (kColumns == columns) {                            \

@@ -31,9 +31,9 @@ inline CUtensorMap tensor_map(const char* kernel, const char* which, DType dtype
                                      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                        : CU_TENSOR_MAP_SWIZZLE_32B;
   CUtensorMap map;
-  const CUresult status = encode(&map, type, 4, const_cast<void*>(data), size, stride_bytes, box, step,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, type, 4, const_cast<void*>(data), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) fail(kernel, ": tensor map of ", which, ": driver error ", static_cast<int>(status));
   return map;
 }

@@ -45,8 +45,8 @@ std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   const Family family = choose_kernel({*shape, query.dtype, query.allow_tf32, query.capability}).family;
   // float, on the same kernels, has not been timed against cuDNN.
   if (wish == Wish::kOwn) return shape;
-  const bool tuned = family == Family::kImplicitGemm || family == Family::kImplicitGemmSm90 ||
-                     family == Family::kDepthwiseMma;
+  const bool tuned =
+      family == Family::kImplicitGemm || family == Family::kImplicitGemmSm90 || family == Family::kDepthwiseMma;
   return tuned && is_half(query.dtype) && is_dgrad_faster(query.shape) ? shape : std::nullopt;
 }
 

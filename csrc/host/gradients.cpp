@@ -42,8 +42,8 @@ Tensor copy_with_aligned_pixels(const Tensor& tensor, DType dtype, cudaStream_t 
   const int64_t pitch = round_up(channels, lanes);
   Tensor copy = empty_rows(tensor, tensor.size(0), channels, tensor.size(2), tensor.size(3), pitch, dtype);
   pack({tensor.const_data_ptr(), dtype_of(tensor.scalar_type()), strides_of(tensor), copy.mutable_data_ptr(), dtype,
-        tensor.size(0), static_cast<int>(channels), static_cast<int>(tensor.size(2)),
-        static_cast<int>(tensor.size(3)), static_cast<int>(pitch)},
+        tensor.size(0), static_cast<int>(channels), static_cast<int>(tensor.size(2)), static_cast<int>(tensor.size(3)),
+        static_cast<int>(pitch)},
        stream);
   return copy;
 }
@@ -99,8 +99,8 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
   Tensor grad = torch::stable::empty_like(weight);
   if (grad.numel() == 0) return grad;
   const bool sm90 = choice.wgrad == WgradFamily::kSm90;
-  const Tensor workspace = empty_bytes(x, sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float))
-                                               : wgrad_workspace_bytes(s, dtype));
+  const Tensor workspace = empty_bytes(
+      x, sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float)) : wgrad_workspace_bytes(s, dtype));
   WgradArgs args;
   args.shape = s;
   args.grad_z = grad_z.const_data_ptr();
@@ -186,13 +186,14 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     const bool calls_aten = others[0] || others[1] || others[2];
     const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
     if (calls_aten) {
-      ConvGrads rest = convolution_backward(grad_z, cast_x, convolution.cast_weight(), in.bias.has_value(), geometry,
-                                            others);
+      ConvGrads rest =
+          convolution_backward(grad_z, cast_x, convolution.cast_weight(), in.bias.has_value(), geometry, others);
       if (own_x) rest.x = grads.x;
       grads = rest;
     }
     if (own_weight) {
-      grads.weight = weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
+      grads.weight =
+          weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
     }
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);

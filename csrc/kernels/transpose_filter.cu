@@ -23,11 +23,13 @@ __global__ __launch_bounds__(kThreads) void transpose_filter_kernel(const Transp
   const int first_c = rest % tiles_c * kSide, first_k = rest / tiles_c % tiles_k * kSide;
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  const In* const in = static_cast<const In*>(a.in) + tap / a.kernel_w * a.in_strides.h + tap % a.kernel_w * a.in_strides.w;
+  const In* const in =
+      static_cast<const In*>(a.in) + tap / a.kernel_w * a.in_strides.h + tap % a.kernel_w * a.in_strides.w;
 #pragma unroll
   for (int i = row; i < kSide; i += kRows) {
     const int k = first_k + i, c = first_c + lane;
-    if (k < a.out_channels && c < a.in_channels) tile[i][lane] = convert<Out>(in[k * a.in_strides.n + c * a.in_strides.c]);
+    if (k < a.out_channels && c < a.in_channels)
+      tile[i][lane] = convert<Out>(in[k * a.in_strides.n + c * a.in_strides.c]);
   }
   __syncthreads();
   Out* const out = static_cast<Out*>(a.out);
@@ -69,9 +71,9 @@ void transpose_filter(const TransposeFilterArgs& a, cudaStream_t stream) {
       using Out = typename decltype(out)::type;
       if (a.groups == 1) {
         const int tiles_c = ceil_div(a.in_channels, kSide), tiles_k = ceil_div(a.out_channels, kSide);
-        launch_dependent<transpose_filter_kernel<In, Out>>("transpose_filter",
-                                                           checked_grid(int64_t(tiles_c) * tiles_k * taps, "transpose_filter"),
-                                                           kThreads, 0, stream, a, tiles_c, tiles_k);
+        launch_dependent<transpose_filter_kernel<In, Out>>(
+            "transpose_filter", checked_grid(int64_t(tiles_c) * tiles_k * taps, "transpose_filter"), kThreads, 0,
+            stream, a, tiles_c, tiles_k);
       } else {
         launch_dependent<transpose_grouped_filter_kernel<In, Out>>(
             "transpose_filter", checked_grid(ceil_div<int64_t>(elements, kThreads), "transpose_filter"), kThreads, 0,

@@ -271,17 +271,19 @@ __global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(cons
   if constexpr (kSplit) {
     const int tap = 3 * warpgroup;
     const auto channel = [](int column) { return column % kTapColumns; };
-    store_sums<kWidth / 3 * 2>(args, slice, sums.outer, work.first_filter, work,
-                               [tap](int column) { return tap + column / kTapColumns * 2; }, channel);
+    store_sums<kWidth / 3 * 2>(
+        args, slice, sums.outer, work.first_filter, work, [tap](int column) { return tap + column / kTapColumns * 2; },
+        channel);
     store_sums<kWidth / 3>(args, slice, sums.inner, work.first_filter, work, [tap](int) { return tap + 1; }, channel);
   } else if (args.window) {
     const int tap = 3 * warpgroup;
-    store_sums<kWidth>(args, slice, sums.all, work.first_filter, work,
-                       [tap](int column) { return tap + column / kTapColumns; },
-                       [](int column) { return column % kTapColumns; });
+    store_sums<kWidth>(
+        args, slice, sums.all, work.first_filter, work, [tap](int column) { return tap + column / kTapColumns; },
+        [](int column) { return column % kTapColumns; });
   } else {
-    store_sums<kWidth>(args, slice, sums.all, work.first_filter + 64 * warpgroup, work, [](int) { return 0; },
-                       [](int column) { return column; });
+    store_sums<kWidth>(
+        args, slice, sums.all, work.first_filter + 64 * warpgroup, work, [](int) { return 0; },
+        [](int column) { return column; });
   }
 #endif
 }
@@ -335,7 +337,8 @@ __global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const
   const int64_t row = vector / a.row_vectors;
   const int c = static_cast<int>(vector - row * a.row_vectors) * 4, k = static_cast<int>(row / a.taps);
   const int tap = static_cast<int>(row - int64_t(k) * a.taps);
-  const int64_t to = k * a.strides.n + c * a.strides.c + tap / a.kernel_w * a.strides.h + tap % a.kernel_w * a.strides.w;
+  const int64_t to =
+      k * a.strides.n + c * a.strides.c + tap / a.kernel_w * a.strides.h + tap % a.kernel_w * a.strides.w;
   const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
