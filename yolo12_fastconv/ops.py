@@ -372,9 +372,11 @@ def describe_gradients(
     tf32: bool,
     capability: int,
 ) -> tuple[str, str]:
-    """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten". Arguments as
-    `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also where cuDNN was
-    measured to be faster; ``aten`` only where ATen's weight gradient is less exact.
+    """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten".
+
+    Arguments as `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also
+    where cuDNN was measured to be faster; ``aten`` only where ATen's weight gradient is less exact. A name of
+    ``wgrad/sm90/...`` in ``YOLO12_FASTCONV_WGRAD`` forces that tile where it fits.
 
     Raises:
         RuntimeError: the compiled library is not loaded.
