@@ -23,5 +23,6 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CompositeExplicitAutograd, m) {
   m.impl("describe_kernel", TORCH_BOX(&yolo12_fastconv::describe_kernel));
   m.impl("kernel_candidates", TORCH_BOX(&yolo12_fastconv::kernel_candidates));
+  m.impl("describe_gradients", TORCH_BOX(&yolo12_fastconv::describe_gradients));
   m.impl("library_info", TORCH_BOX(&yolo12_fastconv::library_info));
 }

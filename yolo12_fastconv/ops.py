@@ -102,12 +102,16 @@ SCHEMAS = {
     # All kernels that can serve it, the best estimate first.
     "kernel_candidates": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
     " int groups, ScalarType dtype, bool allow_tf32, int capability) -> str[]",
+    # What computes the gradients of x and of the weight.
+    "describe_gradients": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
+    " int groups, ScalarType dtype, bool allow_tf32, int capability) -> str[]",
     # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
     "library_info": "() -> str",
 }
 _HOST_OPS = (
     "describe_kernel",
     "kernel_candidates",
+    "describe_gradients",
     "library_info",
 )  # no tensors: defined for the compiled library alone
 _ATEN_OPS = ("area_attention_aten", "area_attention_backward_aten")
@@ -653,3 +657,34 @@ def kernel_candidates(
     return _ops.kernel_candidates.default(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )
+
+
+def describe_gradients(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+) -> tuple[str, str]:
+    """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten".
+
+    Arguments as `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also
+    where cuDNN was measured to be faster; ``aten`` only where ATen's weight gradient is less exact. A name of
+    ``wgrad/sm90/...`` in ``YOLO12_FASTCONV_WGRAD`` forces that tile where it fits.
+
+    Raises:
+        RuntimeError: the compiled library is not loaded.
+    """
+    if not LIBRARY.loaded:
+        raise RuntimeError(
+            f"yolo12_fastconv: no compiled library, so no kernels to describe: {LIBRARY.reason}"
+        )
+    dgrad, wgrad = _ops.describe_gradients.default(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
+    return dgrad, wgrad

@@ -63,17 +63,6 @@ int64_t padded_pitch(const ConvShape& s, DType dtype) {
   return size_of(dtype) == 2 && s.groups == 1 && s.out_channels > 8 ? round_up(s.out_channels, 8) : s.out_channels;
 }
 
-// Tensor maps want each stride to be a multiple of the one inside it, as in slices and crops of a dense tensor.
-bool has_nested_strides(const Tensor& x) {
-  int64_t inner = 1;
-  for (const int dim : {3, 2, 0}) {
-    if (x.size(dim) == 1) continue;
-    if (x.stride(dim) % inner != 0) return false;
-    inner = x.stride(dim);
-  }
-  return true;
-}
-
 }  // namespace
 
 ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size, const Geometry& g) {

@@ -3,7 +3,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "aten.h"
+#include "device/gradient_kernels.h"
 #include "device/kernels.h"
+#include "gradient_menu.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -34,13 +36,71 @@ Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
   return torch::stable::copy_(out, grad);
 }
 
+// A copy of `tensor` in `dtype` whose pixels begin at multiples of 16 bytes.
+Tensor copy_with_aligned_pixels(const Tensor& tensor, DType dtype, cudaStream_t stream) {
+  const int64_t lanes = 16 / size_of(dtype), channels = tensor.size(1);
+  const int64_t pitch = round_up(channels, lanes);
+  Tensor copy = empty_rows(tensor, tensor.size(0), channels, tensor.size(2), tensor.size(3), pitch, dtype);
+  pack({tensor.const_data_ptr(), dtype_of(tensor.scalar_type()), strides_of(tensor), copy.mutable_data_ptr(), dtype,
+        tensor.size(0), static_cast<int>(channels), static_cast<int>(tensor.size(2)), static_cast<int>(tensor.size(3)),
+        static_cast<int>(pitch)},
+       stream);
+  return copy;
+}
+
+bool has_aligned_pixels(const Tensor& tensor, DType dtype) {
+  const int64_t lanes = 16 / size_of(dtype);
+  const auto aligned = [&](int dim) { return tensor.size(dim) == 1 || tensor.stride(dim) % lanes == 0; };
+  return dtype_of(tensor.scalar_type()) == dtype && (tensor.size(1) == 1 || tensor.stride(1) == 1) && aligned(0) &&
+         aligned(2) && aligned(3) && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+// grad_z as the sm90 weight gradient reads it. Widths like 460 need a copy, which serves the gradient of x too.
+Tensor grad_for_sm90(const Tensor& grad_z, const Convolution& convolution) {
+  const bool ready = has_aligned_pixels(grad_z, convolution.dtype());
+  return ready ? grad_z : copy_with_aligned_pixels(grad_z, convolution.dtype(), convolution.stream());
+}
+
+// x likewise: 1x1, a matrix of pixels; 3x3, strides that are multiples of each other.
+Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
+  const bool even = is_row_matrix(x) || (!convolution.shape().pointwise() && has_nested_strides(x));
+  const bool ready = even && has_aligned_pixels(x, convolution.dtype());
+  return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
+}
+
+// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is.
+Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
+                      const Tensor& weight) {
+  const ConvShape& s = convolution.shape();
+  const DType dtype = convolution.dtype();
+  const int filters = s.out_channels / s.groups;
+  const Tensor filter = empty_channels_last(weight, s.in_channels, filters, s.kernel_h, s.kernel_w, dtype);
+  TransposeFilterArgs args;
+  args.in = weight.const_data_ptr();
+  args.in_dtype = dtype_of(weight.scalar_type());
+  args.in_strides = strides_of(weight);
+  args.out = filter.mutable_data_ptr();
+  args.out_dtype = dtype;
+  args.groups = s.groups;
+  args.out_channels = filters;
+  args.in_channels = s.in_channels / s.groups;
+  args.kernel_h = s.kernel_h;
+  args.kernel_w = s.kernel_w;
+  transpose_filter(args, convolution.stream());
+  const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
+  return Convolution(grad_z, filter, geometry, dtype, convolution.allow_tf32()).run({}, Act::kIdentity, std::nullopt);
+}
+
 // The weight gradient by our own kernels, in the dtype and strides of `weight`.
-Tensor weight_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight) {
+Tensor weight_gradient(const Convolution& convolution, const GradientChoice& choice, const Tensor& grad_z,
+                       const Tensor& x, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   Tensor grad = torch::stable::empty_like(weight);
   if (grad.numel() == 0) return grad;
-  const Tensor workspace = empty_bytes(x, wgrad_workspace_bytes(s, dtype));
+  const bool sm90 = choice.wgrad == WgradFamily::kSm90;
+  const Tensor workspace = empty_bytes(
+      x, sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float)) : wgrad_workspace_bytes(s, dtype));
   WgradArgs args;
   args.shape = s;
   args.grad_z = grad_z.const_data_ptr();
@@ -51,7 +111,11 @@ Tensor weight_gradient(const Convolution& convolution, const Tensor& grad_z, con
   args.grad_weight_strides = strides_of(grad);
   args.grad_weight_dtype = dtype_of(grad.scalar_type());
   args.workspace = workspace.mutable_data_ptr();
-  wgrad(args, dtype, convolution.stream());
+  if (sm90) {
+    wgrad_sm90(args, dtype, choice.plan, convolution.stream());
+  } else {
+    wgrad(args, dtype, convolution.stream());
+  }
   return grad;
 }
 
@@ -112,14 +176,25 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
 
   ConvGrads grads;
   if (conv_wanted) {
-    const Tensor cast_x = convolution.cast_x(), cast_weight = convolution.cast_weight();
-    // cuDNN's weight gradients are less exact than the error rule allows in the cases that we have kernels for.
-    const bool own = wanted[kGradWeight] && has_wgrad(s, dtype, convolution.allow_tf32());
-    const std::vector<bool> others = {wanted[kGradX], wanted[kGradWeight] && !own, wanted[kGradBias]};
-    if (others[0] || others[1] || others[2]) {
-      grads = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);
+    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)});
+    const bool own_x = wanted[kGradX] && own.dgrad.has_value();
+    const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
+    const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
+    if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
+    if (own_x) grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight);
+    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, wanted[kGradBias]};
+    const bool calls_aten = others[0] || others[1] || others[2];
+    const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
+    if (calls_aten) {
+      ConvGrads rest =
+          convolution_backward(grad_z, cast_x, convolution.cast_weight(), in.bias.has_value(), geometry, others);
+      if (own_x) rest.x = grads.x;
+      grads = rest;
     }
-    if (own) grads.weight = weight_gradient(convolution, grad_z, cast_x, weight);
+    if (own_weight) {
+      grads.weight =
+          weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
+    }
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
   if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);

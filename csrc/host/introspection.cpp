@@ -1,5 +1,6 @@
 #include "build_info.h"
 #include "convolution.h"
+#include "gradient_menu.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {
@@ -22,6 +23,16 @@ std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vec
     names.push_back(kernel_name(choice, shape));
   }
   return names;
+}
+
+std::vector<std::string> describe_gradients(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,
+                                            std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                            std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                            bool allow_tf32, int64_t capability) {
+  const ConvShape shape = conv_shape(x_size, weight_size, {stride, padding, dilation, groups});
+  const MenuQuery query = {shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)};
+  const GradientChoice choice = choose_gradients(query);
+  return {dgrad_name(choice, query), wgrad_name(choice)};
 }
 
 std::string library_info() {

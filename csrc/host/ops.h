@@ -68,6 +68,12 @@ std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vec
                                            std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
                                            bool allow_tf32, int64_t capability);
 
+// Kernels of the gradients of x and of the weight, or "aten".
+std::vector<std::string> describe_gradients(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,
+                                            std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                            std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                            bool allow_tf32, int64_t capability);
+
 std::string library_info();
 
 }  // namespace yolo12_fastconv

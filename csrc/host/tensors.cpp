@@ -115,6 +115,16 @@ bool is_row_matrix(const Tensor& tensor) {
          (size[0] == 1 || stride[0] == size[2] * size[3] * row);
 }
 
+bool has_nested_strides(const Tensor& tensor) {
+  int64_t inner = 1;
+  for (const int dim : {3, 2, 0}) {
+    if (tensor.size(dim) == 1) continue;
+    if (tensor.stride(dim) <= 0 || tensor.stride(dim) % inner != 0) return false;
+    inner = tensor.stride(dim);
+  }
+  return true;
+}
+
 namespace {
 
 Tensor copy_to_rows(const Tensor& tensor, DType dtype, cudaStream_t stream) {

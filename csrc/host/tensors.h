@@ -39,6 +39,8 @@ Strides strides_of(const Tensor& tensor);
 
 // Channels adjacent, and pixels evenly spaced in order over (N, H, W): what can be read as a matrix with a row stride.
 bool is_row_matrix(const Tensor& tensor);
+// Each stride a multiple of the one inside it, as in slices and crops of a dense NHWC tensor and as tensor maps want it.
+bool has_nested_strides(const Tensor& tensor);
 // Elements between neighbouring pixels of a row matrix.
 int64_t row_stride(const Tensor& tensor);
 // `tensor` itself if it is a row matrix of `dtype`, else a dense channels_last copy.

@@ -16,8 +16,15 @@
 #include "build_info.h"
 #include "device/dispatch.h"
 #include "device/tile_costs.h"
+#include "targets.h"
 
 namespace yolo12_fastconv {
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
+}
+
 namespace {
 
 // Tensor cores with cp.async and bfloat16 begin at 8.0.
@@ -67,12 +74,6 @@ bool has_sm90_kernels() {
     return false;
   }();
   return built;
-}
-
-// A switch, or empty. Read at every call, as tests and tools change it.
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value != nullptr ? value : "";
 }
 
 void print_once(const MenuQuery& query, const KernelChoice& choice) {
@@ -147,6 +148,10 @@ KernelChoice choose(const MenuQuery& query, const std::string& target, const std
 }
 
 }  // namespace
+
+bool serves_sm90(int capability) {
+  return capability == kSm90Capability && has_sm90_kernels() && forced_target(capability) != "sm80";
+}
 
 std::vector<KernelChoice> kernel_candidates(const MenuQuery& query) {
   return candidates(query, forced_target(query.capability));

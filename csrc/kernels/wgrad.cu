@@ -204,6 +204,207 @@ __global__ __launch_bounds__(kThreads, kLanes == 2 && sizeof(T) == 4 && kTaps ==
   }
 }
 
+// ---- depthwise with stride 1 in half: all taps per thread -----------------------------------------------------------
+
+// A thread has two channels and all taps of kRows rows of outputs at a time. It runs along the columns of x: a column
+// brings kRows + kTaps - 1 values of x and kRows of grad_z per channel, and kRows * kTaps^2 FMAs, with the last kTaps
+// columns of grad_z in registers. The next column is on its way while one is computed.
+constexpr int kTapThreads = 128;
+constexpr int tap_rows(int taps) { return taps == 3 ? 4 : taps == 5 ? 2 : 1; }
+constexpr int tap_blocks(int taps) { return taps == 3 ? 4 : 3; }  // resident; more would spill
+
+// A unit is kRows rows of outputs below a strip of columns of x. The groups of a block take neighbouring units at the same
+// time, whose rows of x overlap, and add up their sums at the end: a slice is a block.
+// Thread = group * across + word; block = slice * chunks + chunk.
+struct TapCut {
+  int across, chunks, groups, strip, strips;
+  int units, slice_units, slices;
+  FastDivide by_strips, by_row_groups, by_chunks, by_across;
+};
+
+TapCut cut_taps(const ConvShape& s) {
+  const int rows = tap_rows(s.kernel_w);
+  TapCut g;
+  const int words = ceil_div(s.out_channels, 2);
+  g.chunks = ceil_div(words, 32);
+  g.across = ceil_div(words, g.chunks);
+  g.groups = kTapThreads / g.across;
+  const int row_groups = s.batch * ceil_div(s.out_h, rows);
+  const int wanted = std::max(1, kMultiprocessors * tap_blocks(s.kernel_w) / g.chunks);
+  // As many strips as share the work out evenly; each costs the columns of grad_z beside it.
+  double least = 0;
+  g.slices = 0;
+  for (int strips = 1; strips <= 4; strips *= 2) {
+    const int strip = ceil_div(s.in_w, strips), units = row_groups * strips;
+    const int rounds = ceil_div(units, g.groups * wanted);
+    const double columns = double(rounds) * (strip + 8);
+    if (strips > 1 && (columns >= least || strip < 8)) continue;
+    least = columns;
+    g.strip = strip;
+    g.strips = strips;
+    g.units = units;
+    g.slice_units = rounds * g.groups;
+    g.slices = ceil_div(units, g.slice_units);
+  }
+  g.by_chunks = FastDivide(g.chunks);
+  g.by_across = FastDivide(g.across);
+  g.by_strips = FastDivide(g.strips);
+  g.by_row_groups = FastDivide(std::max(1, ceil_div(s.out_h, rows)));
+  return g;
+}
+
+// Two channels, or zeros and no access to `from`.
+template <class T>
+__device__ __forceinline__ Lanes<T, 2> load_pair_if(bool valid, const T* from) {
+  Lanes<T, 2> pair;
+  pair.word = 0;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p ld.global.b32 %0, [%1];\n"
+      "}\n"
+      : "+r"(pair.word)
+      : "l"(from), "r"(static_cast<int>(valid)));
+  return pair;
+}
+
+// A thread's place in its block, read from the hardware each time: 98 sums leave no register to keep it in.
+struct TapPlace {
+  int chunk, slice, group, word, channel;
+  bool works;
+  __device__ __forceinline__ TapPlace(const TapCut& g, int channels) {
+    unsigned block, thread;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    g.by_chunks.divide(static_cast<int>(block), slice, chunk);
+    g.by_across.divide(static_cast<int>(thread), group, word);
+    channel = (chunk * g.across + word) * 2;
+    works = group < g.groups && channel < channels;
+  }
+};
+
+// The same if a bit is set: one instruction besides the load, where a bool would take three.
+template <class T>
+__device__ __forceinline__ Lanes<T, 2> load_pair_if_bit(unsigned bits, unsigned bit, const T* from) {
+  Lanes<T, 2> pair;
+  pair.word = 0;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %2, %3;\n"
+      "setp.ne.b32 p, t, 0;\n"
+      "@p ld.global.b32 %0, [%1];\n"
+      "}\n"
+      : "+r"(pair.word)
+      : "l"(from), "r"(bits), "r"(bit));
+  return pair;
+}
+
+template <class T, int kTaps>
+__global__ __launch_bounds__(kTapThreads, tap_blocks(kTaps)) void wgrad_depthwise_taps_kernel(const WgradArgs a,
+                                                                                              const TapCut g) {
+  constexpr int kRows = tap_rows(kTaps), kInRows = kRows + kTaps - 1;
+  __shared__ float2 shared[kTaps * kTaps * 32];
+  const ConvShape& s = a.shape;
+  const int x_row = static_cast<int>(a.x_strides.h), x_pixel = static_cast<int>(a.x_strides.w),
+            grad_pixel = static_cast<int>(a.grad_z_stride);
+  float sum[kTaps][kTaps][2] = {};
+  for (int round = 0; round < g.slice_units; round += g.groups) {
+    const TapPlace at(g, s.out_channels);
+    const int unit = at.slice * g.slice_units + round + at.group, channel = at.channel;
+    if (!at.works || unit >= g.units) break;
+    int rows, strip, n, p;
+    g.by_strips.divide(unit, rows, strip);
+    g.by_row_groups.divide(rows, n, p);
+    p *= kRows;
+    const int first = strip * g.strip, end = min(s.in_w, first + g.strip), top = p - s.pad_h;
+    const T* x = static_cast<const T*>(a.x) + channel + n * a.x_strides.n + top * a.x_strides.h + first * a.x_strides.w;
+    // Tap s of column c meets column c + pad - s of grad_z.
+    const T* grad = static_cast<const T*>(a.grad_z) + channel +
+                    ((int64_t(n) * s.out_h + p) * s.out_w + first + s.pad_w) * a.grad_z_stride;
+    unsigned valid = 0;
+#pragma unroll
+    for (int i = 0; i < kInRows; ++i) {
+      valid |= static_cast<unsigned>(static_cast<unsigned>(top + i) < static_cast<unsigned>(s.in_h)) << i;
+    }
+    // Column q, `offset` from where `grad` points.
+    const auto load_grad = [&](Lanes<T, 2>(&column)[kRows], int q, int offset) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool in_map = static_cast<unsigned>(q) < static_cast<unsigned>(s.out_w) && (i == 0 || p + i < s.out_h);
+        column[i] = load_pair_if(in_map, grad + (i * s.out_w + offset) * grad_pixel);
+      }
+    };
+    const auto load_x = [&](unsigned rows, int i) { return load_pair_if_bit(rows, 1u << i, x + i * x_row); };
+    Lanes<T, 2> x_words[kInRows], grad_words[kRows];
+    float grads[kRows][kTaps][2];  // column c + pad at place c - first, modulo kTaps
+#pragma unroll
+    for (int t = 1; t < kTaps; ++t) {
+      load_grad(grad_words, first + s.pad_w - t, -t);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) widen(grad_words[i], grads[i][kTaps - t]);
+    }
+#pragma unroll
+    for (int j = 0; j < kInRows; ++j) x_words[j] = load_x(valid, j);
+    load_grad(grad_words, first + s.pad_w, 0);
+    for (int c = first; c < end; c += kTaps) {
+#pragma unroll
+      for (int u = 0; u < kTaps; ++u) {
+        if (c + u >= end) break;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) widen(grad_words[i], grads[i][u]);
+        x += x_pixel;
+        grad += grad_pixel;
+        const unsigned rows = c + u + 1 < end ? valid : 0;
+        load_grad(grad_words, c + u + 1 + s.pad_w, 0);
+#pragma unroll
+        for (int j = 0; j < kInRows; ++j) {
+          float value[2];
+          widen(x_words[j], value);
+          x_words[j] = load_x(rows, j);
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            const int r = j - i;
+            if (r < 0 || r >= kTaps) continue;
+#pragma unroll
+            for (int t = 0; t < kTaps; ++t) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) sum[r][t][e] += value[e] * grads[i][(u - t + kTaps) % kTaps][e];
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // The groups one after the other.
+  const TapPlace at(g, s.out_channels);
+  for (int turn = 0; turn < g.groups; ++turn) {
+    if (turn == at.group && at.works) {
+#pragma unroll
+      for (int r = 0; r < kTaps; ++r) {
+#pragma unroll
+        for (int t = 0; t < kTaps; ++t) {
+          float2& total = shared[(r * kTaps + t) * 32 + at.word];
+          const float2 before = turn == 0 ? float2{0.0f, 0.0f} : total;
+          total = {before.x + sum[r][t][0], before.y + sum[r][t][1]};
+        }
+      }
+    }
+    __syncthreads();
+  }
+  float* const out = static_cast<float*>(a.workspace) + int64_t(at.slice) * kTaps * kTaps * s.out_channels;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTaps * kTaps * g.across; i += kTapThreads) {
+    const int tap = i / g.across, c = (at.chunk * g.across + i % g.across) * 2;
+    if (c < s.out_channels) {
+      *reinterpret_cast<float2*>(out + int64_t(tap) * s.out_channels + c) = shared[tap * 32 + i % g.across];
+    }
+  }
+}
+
 // ---- dense ----
 
 constexpr int kTile = 64;  // output channels, and columns
@@ -457,6 +658,36 @@ bool x_in_lanes(const WgradArgs& a, int lanes, int element_bytes) {
 
 constexpr int kDepthwiseLanes = 2;
 
+// Whether the kernel with all taps in a thread serves it, if pairs of channels can be loaded and these distances fit 32 bits.
+bool short_distances(const WgradArgs& a) {
+  return std::abs(a.x_strides.h) < (1 << 27) && std::abs(a.x_strides.w) < (1 << 27) &&
+         a.grad_z_stride * a.shape.out_w < (1 << 27);
+}
+bool taps_served(const ConvShape& s, DType dtype) {
+  return size_of(dtype) == 2 && s.square_depthwise() && s.stride_h == 1 && s.out_channels % 2 == 0 &&
+         (s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7) &&
+         int64_t(s.batch) * s.out_h * 4 + 4096 * kTapThreads <= INT_MAX;
+}
+
+template <class T, int kTaps>
+void launch_taps(const WgradArgs& a, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const TapCut g = cut_taps(s);
+  if (g.slices > 0) {
+    const unsigned int blocks = checked_grid(int64_t(g.slices) * g.chunks, "wgrad, depthwise");
+    wgrad_depthwise_taps_kernel<T, kTaps><<<blocks, kTapThreads, 0, stream>>>(a, g);
+    check_launch("wgrad, depthwise");
+  }
+  finish<float>(a,
+                {int64_t(kTaps) * kTaps * s.out_channels,
+                 g.slices,
+                 kTaps * kTaps,
+                 s.out_channels,
+                 kTaps,
+                 {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
+                stream);
+}
+
 template <class T, int kLanes, int kTaps>
 void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   const ConvShape& s = a.shape;
@@ -484,6 +715,16 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
 template <class T>
 void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
+  if constexpr (kBytes == 2) {
+    if (taps_served(a.shape, DType::kFloat16) && short_distances(a) && grad_in_lanes(a, 2, kBytes) &&
+        x_in_lanes(a, 2, kBytes)) {
+      switch (a.shape.kernel_w) {
+        case 3: return launch_taps<T, 3>(a, stream);
+        case 5: return launch_taps<T, 5>(a, stream);
+        default: return launch_taps<T, 7>(a, stream);
+      }
+    }
+  }
   with_bool(grad_in_lanes(a, kDepthwiseLanes, kBytes) && x_in_lanes(a, kDepthwiseLanes, kBytes), [&](auto words) {
     constexpr int kLanes = decltype(words)::value ? kDepthwiseLanes : 1;
     switch (a.shape.kernel_w) {
@@ -528,7 +769,8 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
            size_of(dtype);
   }
   // Whether words fit depends on pointers too: room for either cut.
-  const int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
+  int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
+  if (taps_served(s, dtype)) slices = std::max(slices, cut_taps(s).slices);
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
 

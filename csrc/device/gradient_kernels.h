@@ -1,0 +1,30 @@
+// Launchers of the kernels that only gradients need, beside those in kernels.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "args.h"
+#include "wgrad_plan.h"
+
+namespace yolo12_fastconv {
+
+// Filter of the convolution that computes a gradient of x: from w, (K, C / groups, R, S) of any strides and dtype, to
+// out[g * C / groups + c][R - 1 - r][S - 1 - s][k] = w[g * K / groups + k][c][r][s], dense, (C, R, S, K / groups).
+struct TransposeFilterArgs {
+  const void* in;
+  DType in_dtype;
+  Strides in_strides;
+  void* out;
+  DType out_dtype;
+  int groups, out_channels, in_channels;  // of the weight: K / groups, C / groups
+  int kernel_h, kernel_w;
+};
+// kernels/transpose_filter.cu
+void transpose_filter(const TransposeFilterArgs& args, cudaStream_t stream);
+
+// Gradient of a dense weight in half and bfloat16, for compute capability 9.0. x: NHWC, nested strides; rows of x and
+// grad_z aligned to 16 bytes. Workspace of plan.slices * wgrad_slice_floats() floats. kernels/wgrad_sm90.cu
+bool is_wgrad_sm90_built();
+void wgrad_sm90(const WgradArgs& args, DType dtype, const WgradPlan& plan, cudaStream_t stream);
+
+}  // namespace yolo12_fastconv

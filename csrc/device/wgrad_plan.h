@@ -1,0 +1,84 @@
+// How the sm90 weight gradient (kernels/wgrad_sm90.cu) runs a convolution: decided by arithmetic on the host from the
+// shape alone, testable without a GPU.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "args.h"
+#include "dispatch.h"
+
+namespace yolo12_fastconv {
+
+// A block sums the products of a slice of the output pixels for a tile of the weight: 64 output channels per warpgroup
+// (rows) or for all of them (window) x `channels` input channels (x 9 filter taps). A stage of pixels holds both
+// operands as they lie in memory, pixels one behind the other.
+struct WgradPlan {
+  bool window = false;  // 3x3: stages of 8 columns of outputs and the window of x below; else 1x1, pixels in a row
+  int warpgroups = 0;  // rows: blocks of 64 output channels; window: rows of the filter
+  int channels = 0;
+  int width = 0;  // columns of a warpgroup's sums: channels, times 3 taps in a window
+  int grad_row_bytes = 0, x_row_bytes = 0;  // of a pixel in a stage, for a block of channels: 128, 64 or 32
+  int pixels = 0;  // of a stage; in a window 8 columns x pixels / 8 rows
+  int stages = 0;
+  int slices = 0;
+  bool operator==(const WgradPlan&) const = default;
+};
+
+// Widths of sums that kernels exist for. 3x3 with stride 2 has its three taps in two products, of two and one.
+constexpr int kWgradRowWidths[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
+constexpr int kWgradWindowWidths[] = {48, 96, 192};
+constexpr int kWgradSharedBytes = 227 * 1024;
+constexpr int kWgradMaxStages = 16;
+
+constexpr int wgrad_max_warpgroups(int width) { return width <= 96 ? 4 : width <= 192 ? 3 : 2; }
+
+// A window of x, per residue of the stride.
+struct WgradWindow {
+  int w, h, planes, plane_bytes;
+};
+inline WgradWindow wgrad_window(const ConvShape& s, const WgradPlan& p) {
+  WgradWindow window;
+  window.w = 8 + (s.kernel_w - 1) / s.stride_w;
+  window.h = p.pixels / 8 + (s.kernel_h - 1) / s.stride_h;
+  window.planes = s.stride_h * s.stride_w;
+  window.plane_bytes = round_up(window.w * window.h, 8) * p.x_row_bytes;
+  return window;
+}
+
+// Bytes of the two operands in a stage. Both are multiples of the swizzle's period.
+inline int wgrad_grad_bytes(const WgradPlan& p) { return (p.window ? 1 : p.warpgroups) * p.pixels * p.grad_row_bytes; }
+inline int wgrad_x_bytes(const ConvShape& s, const WgradPlan& p) {
+  if (!p.window) return ceil_div(p.channels * 2, p.x_row_bytes) * p.pixels * p.x_row_bytes;
+  const WgradWindow window = wgrad_window(s, p);
+  return window.planes * window.plane_bytes;
+}
+inline int wgrad_stage_bytes(const ConvShape& s, const WgradPlan& p) {
+  return round_up(wgrad_grad_bytes(p) + wgrad_x_bytes(s, p), 1024);
+}
+
+// Stages that all output pixels take.
+inline int64_t wgrad_pixel_stages(const ConvShape& s, const WgradPlan& p) {
+  return p.window ? int64_t(s.batch) * ceil_div(s.out_w, 8) * ceil_div(s.out_h, p.pixels / 8)
+                  : ceil_div<int64_t>(s.out_pixels(), p.pixels);
+}
+inline int wgrad_filter_tiles(const ConvShape& s, const WgradPlan& p) {
+  return ceil_div(s.out_channels, p.window ? 64 : 64 * p.warpgroups);
+}
+inline int wgrad_channel_tiles(const ConvShape& s, const WgradPlan& p) { return ceil_div(s.in_channels, p.channels); }
+// Floats from one output channel and tap to the next in a slice's sums: whole vectors of four.
+inline int wgrad_pitch(const ConvShape& s) { return round_up(s.in_channels, 4); }
+inline int64_t wgrad_slice_floats(const ConvShape& s) {
+  return int64_t(s.out_channels) * s.kernel_h * s.kernel_w * wgrad_pitch(s);
+}
+
+// The plan with the lowest estimate; nothing where the kernel can't run the convolution. Takes for granted: half or
+// bfloat16, rows of x and grad_z aligned to 16 bytes.
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& shape);
+// The plan of such a name, with any number of slices; nothing where the kernel has none for this convolution.
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& shape, const std::string& name);
+// Cycles of a multiprocessor of an H200, with the sum of the slices.
+double wgrad_sm90_cycles(const ConvShape& shape, const WgradPlan& plan);
+std::string wgrad_sm90_name(const WgradPlan& plan);
+
+}  // namespace yolo12_fastconv

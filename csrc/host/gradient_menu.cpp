@@ -1,0 +1,121 @@
+#include "gradient_menu.h"
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "device/kernels.h"
+#include "targets.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+
+// What YOLO12_FASTCONV_GRADIENTS asks for.
+enum class Wish { kFastest, kOwn, kAten };
+
+Wish wish() {
+  const std::string value = environment("YOLO12_FASTCONV_GRADIENTS");
+  if (value.empty()) return Wish::kFastest;
+  if (value == "own") return Wish::kOwn;
+  if (value == "aten") return Wish::kAten;
+  fail("YOLO12_FASTCONV_GRADIENTS=", value, ": use own or aten, or unset it");
+}
+
+// Where the forward kernels are faster than cuDNN's dgrad, by the timings in docs/kernel-notes.md (sums over the layers of
+// n, m and x at batch 32, us: cuDNN, ours, by this rule).
+bool is_dgrad_faster(const ConvShape& s) {
+  const int64_t plane = int64_t(s.in_h) * s.in_w;
+  if (s.groups > 1) {
+    // 7x7: 350, 1182, 3493; 72, 163, 479. 3x3: 145, 214, 626; 91, 258, 378; 91, 206, 363.
+    return s.kernel_h > 3 || s.in_channels % 256 != 0 || plane < 1600;
+  }
+  // 3x3: 675, 1314, 4827; 299, 886, 3235.
+  if (s.kernel_h > 1) return true;
+  // 1x1: 617, 2215, 7624; 563, 2408, 6542; 567, 2210, 6372.
+  const bool odd = s.in_channels % 8 != 0 || s.out_channels % 8 != 0;
+  return odd || (s.in_channels + s.out_channels <= 384 && plane < 160 * 160);
+}
+
+std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
+  const std::optional<ConvShape> shape = dgrad_shape(query.shape);
+  if (!shape.has_value() || wish == Wish::kAten) return std::nullopt;
+  const Family family = choose_kernel({*shape, query.dtype, query.allow_tf32, query.capability}).family;
+  // float, on the same kernels, has not been timed against cuDNN.
+  if (wish == Wish::kOwn) return shape;
+  const bool tuned =
+      family == Family::kImplicitGemm || family == Family::kImplicitGemmSm90 || family == Family::kDepthwiseMma;
+  return tuned && is_half(query.dtype) && is_dgrad_faster(query.shape) ? shape : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<ConvShape> dgrad_shape(const ConvShape& s) {
+  const int extent_h = s.dilation_h * (s.kernel_h - 1), extent_w = s.dilation_w * (s.kernel_w - 1);
+  if (s.stride_h != 1 || s.stride_w != 1 || s.pad_h > extent_h || s.pad_w > extent_w) return std::nullopt;
+  ConvShape d = s;
+  d.in_channels = s.out_channels;
+  d.out_channels = s.in_channels;
+  d.in_h = s.out_h;
+  d.in_w = s.out_w;
+  d.out_h = s.in_h;
+  d.out_w = s.in_w;
+  d.pad_h = extent_h - s.pad_h;
+  d.pad_w = extent_w - s.pad_w;
+  return d;
+}
+
+// Thousands of plans are weighed, which takes longer than a launch; so what was found is kept.
+GradientChoice choose_gradients(const MenuQuery& query) {
+  constexpr size_t kMostPlans = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
+  static_assert(kShapeInts * sizeof(int) == sizeof(ConvShape), "ConvShape is made of ints");
+  const Wish wished = wish();
+  GradientChoice choice;
+  choice.dgrad = choose_dgrad(query, wished);
+  if (has_wgrad(query.shape, query.dtype, query.allow_tf32)) {
+    choice.wgrad = WgradFamily::kSimt;
+    return choice;
+  }
+  if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
+    if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
+      choice.wgrad = WgradFamily::kSm90;
+      choice.plan = *named;
+      return choice;
+    }
+  }
+  using Key = std::array<int, kShapeInts>;
+  static std::mutex mutex;
+  static std::map<Key, std::optional<WgradPlan>> known;
+  Key key;
+  std::memcpy(key.data(), &query.shape, sizeof(query.shape));
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(key);
+  if (found == known.end()) {
+    if (known.size() == kMostPlans) known.clear();
+    found = known.emplace(key, plan_wgrad_sm90(query.shape)).first;
+  }
+  if (found->second.has_value()) {
+    choice.wgrad = WgradFamily::kSm90;
+    choice.plan = *found->second;
+  }
+  return choice;
+}
+
+std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query) {
+  if (!choice.dgrad.has_value()) return "aten";
+  return kernel_name(choose_kernel({*choice.dgrad, query.dtype, query.allow_tf32, query.capability}), *choice.dgrad);
+}
+
+std::string wgrad_name(const GradientChoice& choice) {
+  switch (choice.wgrad) {
+    case WgradFamily::kSm90: return wgrad_sm90_name(choice.plan);
+    case WgradFamily::kSimt: return "wgrad/simt";
+    case WgradFamily::kAten: return "aten";
+  }
+  fail("no name for wgrad family ", static_cast<int>(choice.wgrad));
+}
+
+}  // namespace yolo12_fastconv

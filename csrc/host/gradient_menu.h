@@ -1,0 +1,31 @@
+// Which of our kernels compute a convolution's gradients; the rest is aten::convolution_backward. Shape in, choice out.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "device/tile_menu.h"
+#include "device/wgrad_plan.h"
+
+namespace yolo12_fastconv {
+
+// A convolution with stride 1 whose output is the gradient of x: of grad_z with the channels of each group swapped and the
+// taps reversed. Nothing where the padding is wider than the filter, or the stride is not 1.
+std::optional<ConvShape> dgrad_shape(const ConvShape& shape);
+
+enum class WgradFamily { kAten, kSimt, kSm90 };
+
+struct GradientChoice {
+  std::optional<ConvShape> dgrad;  // to be run by the forward kernels
+  WgradFamily wgrad = WgradFamily::kAten;
+  WgradPlan plan;  // kSm90 only
+};
+
+// By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "aten" none that ATen
+// computes as exactly. Whether tensors are aligned as a kernel wants them is seen at the call.
+GradientChoice choose_gradients(const MenuQuery& query);
+// "family/target/tile" of both, or "aten". For people and tests.
+std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query);
+std::string wgrad_name(const GradientChoice& choice);
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,125 @@
+#include "device/wgrad_plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+
+#include "device/sm90_plan.h"
+
+namespace yolo12_fastconv {
+namespace {
+
+// As the copies count: int coordinates of pixels, and tiles of the workspace in an int.
+bool served(const ConvShape& s) {
+  const bool window = s.kernel_h == 3 && s.kernel_w == 3 && s.stride_h == s.stride_w && s.stride_h <= 2;
+  return s.groups == 1 && s.dilation_h == 1 && s.dilation_w == 1 && (s.pointwise() || window) && s.out_pixels() > 0 &&
+         s.out_pixels() < std::numeric_limits<int>::max() / 2 && s.in_pixels() < std::numeric_limits<int>::max() / 2 &&
+         s.out_channels >= 8 &&
+         // Fewer channels are copied to pixels of 16 bytes first, which pays in a network's first convolution.
+         (s.in_channels >= 8 || (window && s.in_channels <= 4)) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15) &&
+         wgrad_slice_floats(s) < (1 << 29);
+}
+
+int row_bytes(int channels) { return channels > 32 ? 128 : channels > 16 ? 64 : 32; }
+
+// A product over 16 pixels: N / 2 cycles, or what its operands take in shared memory.
+double product_cycles(int width) { return std::max(width / 2.0, 23.3 + width / 4.0); }
+
+}  // namespace
+
+double wgrad_sm90_cycles(const ConvShape& s, const WgradPlan& p) {
+  // Fitted to 912 timings of 19 layers at batch 32; what they pick takes 1 % longer than the fastest plan that was timed.
+  constexpr double kL2Bytes = 38.5, kMemoryBytes = 17.3;  // per cycle and multiprocessor
+  constexpr double kStage = 594;  // a warpgroup's way from one stage to the next
+  constexpr double kBlock = 5560;  // set-up, first stage, sums to the workspace
+  constexpr double kFinish = 5310, kFinishBytes = 16.5;  // the second kernel
+  const bool split = p.window && s.stride_w == 2;
+  const double step = split ? product_cycles(p.width / 3 * 2) + product_cycles(p.width / 3) : product_cycles(p.width);
+  const double products = p.warpgroups * (p.pixels / 16) * step;
+  const double stage = std::max({products, wgrad_stage_bytes(s, p) / kL2Bytes, kStage});
+  const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
+  const double rounds = double(ceil_div<int64_t>(tiles * p.slices, kMultiprocessors));
+  const double stages = double(ceil_div<int64_t>(wgrad_pixel_stages(s, p), p.slices));
+  const double bytes = 2.0 * (double(s.in_pixels()) * s.in_channels + double(s.out_pixels()) * s.out_channels);
+  const double sums = 4.0 * wgrad_slice_floats(s) * p.slices;
+  return std::max(rounds * (stages * stage + kBlock), kBlock + bytes / kMultiprocessors / kMemoryBytes) + kFinish +
+         2 * sums / kMultiprocessors / kFinishBytes;
+}
+
+namespace {
+
+// Calls function(plan) with every tile that the kernel has for the convolution, with as many stages as fit.
+template <class Function>
+void for_each_tile(const ConvShape& s, Function&& function) {
+  if (!served(s)) return;
+  WgradPlan p;
+  p.grad_row_bytes = row_bytes(s.out_channels);
+  const auto call = [&] {
+    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - 1024) / wgrad_stage_bytes(s, p));
+    if (p.stages >= 2) function(p);
+  };
+  if (s.pointwise()) {
+    for (const int width : kWgradRowWidths) {
+      if (width / 2 >= s.in_channels && width > 16) continue;
+      p.width = p.channels = width;
+      p.x_row_bytes = row_bytes(width);
+      for (p.warpgroups = 1; p.warpgroups <= wgrad_max_warpgroups(width); ++p.warpgroups) {
+        if (64 * (p.warpgroups - 1) >= s.out_channels) continue;
+        for (p.pixels = 64; p.pixels <= 256; p.pixels *= 2) call();
+      }
+    }
+    return;
+  }
+  p.window = true;
+  p.warpgroups = s.kernel_h;
+  for (const int width : kWgradWindowWidths) {
+    p.width = width;
+    p.channels = width / 3;
+    p.x_row_bytes = row_bytes(p.channels);
+    for (const int rows : {8, 10}) {
+      p.pixels = 8 * rows;
+      call();
+    }
+  }
+}
+
+}  // namespace
+
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s) {
+  std::optional<WgradPlan> best;
+  double least = std::numeric_limits<double>::infinity();
+  for_each_tile(s, [&](WgradPlan p) {
+    const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
+    const int most =
+        static_cast<int>(std::min<int64_t>(wgrad_pixel_stages(s, p), std::max<int64_t>(4, kMultiprocessors / tiles)));
+    for (p.slices = 1; p.slices <= most; ++p.slices) {
+      const double cycles = wgrad_sm90_cycles(s, p);
+      if (cycles < least) {
+        least = cycles;
+        best = p;
+      }
+    }
+  });
+  return best;
+}
+
+std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s, const std::string& name) {
+  const size_t slash = name.rfind('/');
+  if (slash == std::string::npos) return std::nullopt;
+  const int slices = std::atoi(name.c_str() + slash + 1);
+  std::optional<WgradPlan> found;
+  for_each_tile(s, [&](WgradPlan p) {
+    p.slices = slices;
+    if (slices >= 1 && slices <= wgrad_pixel_stages(s, p) && wgrad_sm90_name(p) == name) found = p;
+  });
+  return found;
+}
+
+std::string wgrad_sm90_name(const WgradPlan& p) {
+  return std::string("wgrad/sm90/") + (p.window ? "window" : "rows") + "/" +
+         std::to_string(64 * (p.window ? 1 : p.warpgroups)) + "x" + std::to_string(p.channels) + "x" +
+         std::to_string(p.pixels) + "x" + std::to_string(p.stages) + "/" + std::to_string(p.slices);
+}
+
+}  // namespace yolo12_fastconv

@@ -1,0 +1,528 @@
+// Gradient of a dense convolution's weight on Hopper's tensor cores (wgmma, bulk tensor copies): half and bfloat16, compute
+// capability 9.0 only.
+//   dw[k, r, s, c] = sum over output pixels m of grad_z[m, k] * x[pixel(m, r, s), c]
+// 1x1 with stride 1, and 3x3 with stride 1 or 2 and any padding. Both operands lie in memory with the reduction, pixels,
+// outside and channels inside; wgmma reads 16-bit operands transposed, so they go to shared memory as they are.
+//
+// A block sums over a slice of the pixels for a tile of dw. A warp of it fills a ring of stages, which all of its
+// warpgroups read:
+//   rows (1x1):   consecutive pixels; each warpgroup has 64 output channels, all have the same input channels.
+//   window (3x3): 8 columns of outputs x 8 or 10 rows, and the window of x below them, one per residue of the stride. Each
+//                 warpgroup has a row of the filter. Its three taps are one product: columns of x that are one pixel apart
+//                 are blocks of channels 128 bytes apart, which the descriptor of an operand can say. So x crosses L2 once
+//                 for nine taps. With stride 2, two products: taps 0 and 2 lie in the same residue.
+// Pixels outside of the image, and of grad_z outside of the map, are zeros of the copy engine. Where x is infinite or NaN
+// next to the map's lower or right edge, such a zero makes NaN of a tap that reads past the edge; of that input channel
+// other taps are NaN then anyway.
+//
+// Sums are float and leave for the workspace, [slice][k][tap][c]; finish_wgrad_sm90_kernel adds the slices, in an order
+// that depends on the shape alone, and rounds once to dw's dtype.
+#include <algorithm>
+
+#include "device/dependent_launch.cuh"
+#include "device/gradient_kernels.h"
+#include "device/hopper_transposed.cuh"
+#include "device/launch.cuh"
+#include "device/launch_limits.cuh"
+#include "device/numeric.cuh"
+#include "device/tensor_core.cuh"
+#include "device/tensor_map.cuh"
+
+// Without wgmma the kernel's body is empty, and the functions that it calls are left over.
+#pragma nv_diag_suppress 177
+
+namespace yolo12_fastconv {
+namespace {
+
+constexpr char kName[] = "wgrad_sm90";
+
+struct KernelArgs {
+  CUtensorMap grad, x;
+  bool window;
+  int warpgroups, stages, stage_bytes, filled_bytes;
+  int grad_copies, grad_copy_channels, grad_copy_bytes;  // of a stage
+  int x_offset, x_copies, x_copy_channels, x_copy_bytes;
+  int rounds;  // of steps over 16 pixels in a stage, as many as are unrolled
+  bool five_steps;  // else four
+  int grad_row_bytes, grad_group_bytes, grad_step;  // from eight pixels to the next; steps in 16 bytes
+  int x_row_bytes, x_group_bytes, x_block_bytes, x_step;
+  int filter_row_bytes;  // window: from a row of the filter to the next that reads the same residue
+  int pixels;  // of a stage
+  int tiles_w, tiles_h, tile_rows;  // window: stages of an image
+  int stride, pad_h, pad_w;
+  int pixel_stages, slices, filter_tiles, channel_tiles, tile_channels;
+  int out_channels, in_channels, taps, pitch;
+  float* workspace;
+  int64_t slice_floats;
+};
+
+// The barriers of the ring: filled[stages], then emptied[stages].
+struct Ring {
+  uint32_t barriers;
+  int stages;
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ uint32_t filled() const { return barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t emptied() const { return barriers + (stages + stage) * 8; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+struct BlockWork {
+  int first_filter, first_channel, slice, first_stage, end_stage;
+};
+
+__device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
+  BlockWork work;
+  const int tiles = args.filter_tiles * args.channel_tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  // Blocks of one slice run together and find each other's pixels in L2.
+  work.slice = static_cast<int>(blockIdx.x) / tiles;
+  work.first_filter = tile % args.filter_tiles * (args.window ? 64 : 64 * args.warpgroups);
+  work.first_channel = tile / args.filter_tiles * args.tile_channels;
+  work.first_stage = static_cast<int>(int64_t(work.slice) * args.pixel_stages / args.slices);
+  work.end_stage = static_cast<int>(int64_t(work.slice + 1) * args.pixel_stages / args.slices);
+  return work;
+}
+
+// By a whole warp; `leads`: 1 in one lane.
+__device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
+                                            const BlockWork& work) {
+  int q = 0, p = 0, n = 0;
+  if (args.window) {
+    q = work.first_stage % args.tiles_w;
+    p = work.first_stage / args.tiles_w % args.tiles_h;
+    n = work.first_stage / args.tiles_w / args.tiles_h;
+  }
+  wait_for_earlier_kernels();
+  for (int i = work.first_stage; i < work.end_stage; ++i) {
+    barrier_wait(ring.emptied(), ring.parity ^ 1);
+    const uint32_t filled = ring.filled(), to = stages + ring.stage * args.stage_bytes;
+    barrier_expect(leads, filled, args.filled_bytes);
+    if (args.window) {
+      const int column = q * 8, row = p * args.tile_rows;
+      load_box(leads, to, &args.grad, filled, work.first_filter, column, row, n);
+      const int left = column * args.stride - args.pad_w, top = row * args.stride - args.pad_h;
+      for (int plane = 0; plane < args.x_copies; ++plane) {  // one, or four: residues (y, x)
+        load_box(leads, to + args.x_offset + plane * args.x_copy_bytes, &args.x, filled, work.first_channel,
+                 left + (plane & 1), top + (plane >> 1), n);
+      }
+      if (++q == args.tiles_w) {
+        q = 0;
+        if (++p == args.tiles_h) {
+          p = 0;
+          ++n;
+        }
+      }
+    } else {
+      const int pixel = i * args.pixels;
+      for (int copy = 0; copy < args.grad_copies; ++copy) {
+        load_box(leads, to + copy * args.grad_copy_bytes, &args.grad, filled,
+                 work.first_filter + copy * args.grad_copy_channels, pixel, 0, 0);
+      }
+      for (int copy = 0; copy < args.x_copies; ++copy) {
+        load_box(leads, to + args.x_offset + copy * args.x_copy_bytes, &args.x, filled,
+                 work.first_channel + copy * args.x_copy_channels, pixel, 0, 0);
+      }
+    }
+    ring.advance();
+  }
+}
+
+// A warpgroup's sums: all in one product, or (kSplit) those of the taps 0 and 2, and of tap 1.
+template <int kWidth, bool kSplit>
+struct Sums {
+  float all[kWidth / 2] = {};
+};
+template <int kWidth>
+struct Sums<kWidth, true> {
+  float outer[kWidth / 3] = {}, inner[kWidth / 6] = {};
+};
+
+template <class T, int kWidth, bool kSplit>
+class Worker {
+ public:
+  __device__ __forceinline__ Worker(const KernelArgs& args, Ring ring, uint32_t stages, int warpgroup)
+      : args_(args), ring_(ring), signals_(threadIdx.x % 32 == 0) {
+    grad_layout_ = descriptor_layout(args.grad_row_bytes, args.grad_group_bytes);
+    x_layout_ = descriptor_layout(args.x_row_bytes, args.x_group_bytes);
+    // Fewer than 64 output channels: the blocks behind them are the first one again, and not stored.
+    first_grad_ = transposed_start(stages + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
+    const uint32_t x = stages + args.x_offset;
+    if (kSplit) {  // rows 0 and 2 of the filter read the residue 0 of the rows of x, row 1 the other
+      const uint32_t plane = x + (warpgroup & 1) * 2 * args.x_copy_bytes + (warpgroup >> 1) * args.filter_row_bytes;
+      first_x_ = transposed_start(plane, args.x_block_bytes);
+      first_inner_ = transposed_start(plane + args.x_copy_bytes, 0);
+    } else {
+      first_x_ = transposed_start(x + (args.window ? warpgroup * args.filter_row_bytes : 0), args.x_block_bytes);
+      first_inner_ = 0;
+    }
+  }
+
+  __device__ __forceinline__ void sum_stages(Sums<kWidth, kSplit>& sums, int count) {
+    if (args_.five_steps) {
+      sum_stages_by<5>(sums, count);
+    } else {
+      sum_stages_by<4>(sums, count);
+    }
+  }
+
+ private:
+  // Loops that run at least once, as the compiler has to see to keep the products asynchronous.
+  template <int kSteps>
+  __device__ __forceinline__ void sum_stages_by(Sums<kWidth, kSplit>& sums, int count) {
+    uint32_t emptied = 0, releases = 0;
+    do {
+      barrier_wait(ring_.filled(), ring_.parity);
+      const uint32_t stage = static_cast<uint32_t>(ring_.stage * args_.stage_bytes) >> 4;
+      uint32_t grad = first_grad_ + stage, x = first_x_ + stage;
+      [[maybe_unused]] uint32_t inner = first_inner_ + stage;
+      int round = 0;
+      do {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          if constexpr (kSplit) {
+            wgmma_transposed<T, kWidth / 3 * 2>(sums.outer, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
+            wgmma_transposed<T, kWidth / 3>(sums.inner, descriptor(grad_layout_, grad), descriptor(x_layout_, inner));
+            inner += args_.x_step;
+          } else {
+            wgmma_transposed<T, kWidth>(sums.all, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
+          }
+          grad += args_.grad_step;
+          x += args_.x_step;
+        }
+        wgmma_commit();
+      } while (++round < args_.rounds);
+      wgmma_wait<1>();
+      // With several rounds the last one alone may still read the stage before... which it does not: it is this stage's.
+      barrier_arrive_if(emptied, releases);
+      emptied = ring_.emptied();
+      releases = signals_;
+      ring_.advance();
+    } while (--count > 0);
+    wgmma_wait<0>();
+  }
+
+  const KernelArgs& args_;
+  Ring ring_;
+  uint32_t grad_layout_, x_layout_, first_grad_, first_x_, first_inner_;
+  uint32_t signals_;  // one lane a warp
+};
+
+// Sums of kColumns columns; `tap_of` and `channel_of`: of a column.
+template <int kColumns, class TapOf, class ChannelOf>
+__device__ __forceinline__ void store_sums(const KernelArgs& args, float* slice, const float (&sum)[kColumns / 2],
+                                           int first_filter, const BlockWork& work, TapOf tap_of,
+                                           ChannelOf channel_of) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = first_filter + 16 * warp + lane / 4 + 8 * h;
+    if (k >= args.out_channels) continue;
+    float* const row = slice + int64_t(k) * args.taps * args.pitch;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int c = work.first_channel + channel_of(8 * j) + 2 * (lane % 4);
+      if (c >= args.in_channels) continue;
+      // The pitch is even: what lies behind an odd last channel is nobody's.
+      *reinterpret_cast<float2*>(row + tap_of(8 * j) * args.pitch + c) = {sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]};
+    }
+  }
+}
+
+template <int kWidth>
+constexpr int kMaxThreads = wgrad_max_warpgroups(kWidth) * 128 + 32;
+
+template <class T, int kWidth, bool kSplit>
+__global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(const __grid_constant__ KernelArgs args) {
+#if YOLO12_HAS_WGMMA
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = shared_address(shared);
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const Ring ring = {base + args.stages * args.stage_bytes, args.stages};
+  let_later_kernels_start();
+  if (threadIdx.x == 0) {
+    if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
+    prefetch_tensor_map(&args.grad);
+    prefetch_tensor_map(&args.x);
+    for (int i = 0; i < args.stages; ++i) {
+      barrier_init(ring.barriers + 8 * i, 1);
+      barrier_init(ring.barriers + 8 * (args.stages + i), 4 * args.warpgroups);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const BlockWork work = work_of_block(args);
+  if (warp >= 4 * args.warpgroups) {
+    load_stages(args, threadIdx.x % 32 == 0, ring, base, work);
+    return;
+  }
+  const int warpgroup = warp / 4;
+  Sums<kWidth, kSplit> sums;
+  Worker<T, kWidth, kSplit>(args, ring, base, warpgroup).sum_stages(sums, work.end_stage - work.first_stage);
+  wait_for_earlier_kernels();  // they may still read the workspace
+  float* const slice = args.workspace + work.slice * args.slice_floats;
+  constexpr int kTapColumns = kWidth % 3 == 0 ? kWidth / 3 : kWidth;
+  if constexpr (kSplit) {
+    const int tap = 3 * warpgroup;
+    const auto channel = [](int column) { return column % kTapColumns; };
+    store_sums<kWidth / 3 * 2>(
+        args, slice, sums.outer, work.first_filter, work, [tap](int column) { return tap + column / kTapColumns * 2; },
+        channel);
+    store_sums<kWidth / 3>(args, slice, sums.inner, work.first_filter, work, [tap](int) { return tap + 1; }, channel);
+  } else if (args.window) {
+    const int tap = 3 * warpgroup;
+    store_sums<kWidth>(
+        args, slice, sums.all, work.first_filter, work, [tap](int column) { return tap + column / kTapColumns; },
+        [](int column) { return column % kTapColumns; });
+  } else {
+    store_sums<kWidth>(
+        args, slice, sums.all, work.first_filter + 64 * warpgroup, work, [](int) { return 0; },
+        [](int column) { return column; });
+  }
+#endif
+}
+
+// ---- the sum of the slices ------------------------------------------------------------------------------------------
+
+constexpr int kFinishThreads = 256, kFinishAcross = 32;
+
+struct FinishArgs {
+  const float4* workspace;
+  int64_t vectors;  // of four channels in a slice
+  int slices, taps, in_channels, row_vectors, kernel_w;
+  void* out;
+  Strides strides;
+  DType dtype;
+};
+
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+// A vector of four channels per thread of kAcross; the other threads of a block have every kDown-th slice, in four chains.
+template <int kDown>
+__global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const FinishArgs a) {
+  constexpr int kAcross = kFinishThreads / kDown, kChains = 4;
+  __shared__ float4 scratch[kDown > 1 ? kFinishThreads : 1];
+  const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
+  const int64_t vector = int64_t(blockIdx.x) * kAcross + across;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  float4 sum[kChains] = {};
+  if (vector < a.vectors) {
+    for (int slice = down; slice < a.slices; slice += kChains * kDown) {
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) {
+        if (slice + i * kDown < a.slices) sum[i] = add(sum[i], a.workspace[(slice + i * kDown) * a.vectors + vector]);
+      }
+    }
+  }
+  float4 total = add(add(sum[0], sum[1]), add(sum[2], sum[3]));
+  if constexpr (kDown > 1) {
+    scratch[threadIdx.x] = total;
+#pragma unroll
+    for (int half = kDown / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (down < half) scratch[threadIdx.x] = add(scratch[threadIdx.x], scratch[threadIdx.x + half * kAcross]);
+    }
+    total = scratch[threadIdx.x];  // each thread's own
+  }
+  if (down > 0 || vector >= a.vectors) return;
+  const int64_t row = vector / a.row_vectors;
+  const int c = static_cast<int>(vector - row * a.row_vectors) * 4, k = static_cast<int>(row / a.taps);
+  const int tap = static_cast<int>(row - int64_t(k) * a.taps);
+  const int64_t to =
+      k * a.strides.n + c * a.strides.c + tap / a.kernel_w * a.strides.h + tap % a.kernel_w * a.strides.w;
+  const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (c + i >= a.in_channels) break;
+    const int64_t at = to + i * a.strides.c;
+    switch (a.dtype) {
+      case DType::kFloat16: static_cast<__half*>(a.out)[at] = convert<__half>(values[i]); break;
+      case DType::kBFloat16: static_cast<__nv_bfloat16*>(a.out)[at] = convert<__nv_bfloat16>(values[i]); break;
+      case DType::kFloat32: static_cast<float*>(a.out)[at] = values[i]; break;
+      default: static_cast<double*>(a.out)[at] = values[i]; break;
+    }
+  }
+}
+
+template <int kDown>
+void finish(const FinishArgs& a, cudaStream_t stream) {
+  launch_dependent<finish_wgrad_sm90_kernel<kDown>>(
+      kName, checked_grid(ceil_div<int64_t>(a.vectors, kFinishThreads / kDown), kName), kFinishThreads, 0, stream, a);
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+// Sizes of one get the stride that a dense tensor would have.
+Strides effective_strides(const ConvShape& s, Strides x) {
+  if (s.in_w == 1) x.w = round_up(s.in_channels, 8);
+  if (s.in_h == 1) x.h = x.w * s.in_w;
+  if (s.batch == 1) x.n = x.h * s.in_h;
+  return x;
+}
+
+template <class T, int kWidth, bool kSplit>
+void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const Strides x = effective_strides(s, a.x_strides);
+  const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * sizeof(T); };
+  const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const auto box = [](int value) { return static_cast<cuuint32_t>(value); };
+  const cuuint64_t grad_row = bytes(s.out_pixels() > 1 ? a.grad_z_stride : round_up(s.out_channels, 8));
+  const int grad_channels = plan.grad_row_bytes / 2, x_channels = plan.x_row_bytes / 2;
+  const int tile_rows = plan.pixels / 8;
+
+  KernelArgs k;
+  k.window = plan.window;
+  k.warpgroups = plan.warpgroups;
+  k.stages = plan.stages;
+  k.stage_bytes = wgrad_stage_bytes(s, plan);
+  k.x_offset = wgrad_grad_bytes(plan);
+  k.grad_copy_channels = grad_channels;
+  k.grad_copy_bytes = plan.pixels * plan.grad_row_bytes;
+  k.x_copy_channels = x_channels;
+  k.grad_row_bytes = plan.grad_row_bytes;
+  k.x_row_bytes = plan.x_row_bytes;
+  k.grad_group_bytes = 8 * plan.grad_row_bytes;
+  k.grad_step = 2 * k.grad_group_bytes / 16;
+  k.five_steps = plan.pixels == 80;
+  k.rounds = k.five_steps ? 1 : plan.pixels / 64;
+  k.pixels = plan.pixels;
+  k.tile_rows = tile_rows;
+  k.tiles_w = ceil_div(s.out_w, 8);
+  k.tiles_h = ceil_div(s.out_h, tile_rows);
+  k.stride = s.stride_w;
+  k.pad_h = s.pad_h;
+  k.pad_w = s.pad_w;
+  if (plan.window) {
+    const auto step = box(s.stride_w);
+    const WgradWindow window = wgrad_window(s, plan);
+    k.grad = tensor_map(kName, "grad_z", dtype, a.grad_z,
+                        {size(s.out_channels), size(s.out_w), size(s.out_h), size(s.batch)},
+                        {grad_row, grad_row * s.out_w, grad_row * s.out_w * s.out_h},
+                        {box(grad_channels), 8, box(tile_rows), 1}, {1, 1, 1, 1}, plan.grad_row_bytes);
+    k.x = tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), size(s.in_w), size(s.in_h), size(s.batch)},
+                     {bytes(x.w), bytes(x.h), bytes(x.n)},
+                     {box(x_channels), box(window.w) * step, box(window.h) * step, 1}, {1, step, step, 1},
+                     plan.x_row_bytes);
+    k.grad_copies = 1;
+    k.x_copies = window.planes;
+    k.x_copy_bytes = window.plane_bytes;
+    k.filter_row_bytes = window.w * plan.x_row_bytes;
+    k.x_group_bytes = window.w * plan.x_row_bytes;
+    k.x_block_bytes = plan.x_row_bytes;  // taps are a pixel apart
+    k.filled_bytes = k.grad_copy_bytes + window.planes * window.w * window.h * plan.x_row_bytes;
+  } else {
+    const auto pixels = size(s.out_pixels());
+    k.grad = tensor_map(kName, "grad_z", dtype, a.grad_z, {size(s.out_channels), pixels, 1, 1},
+                        {grad_row, grad_row * pixels, grad_row * pixels}, {box(grad_channels), box(plan.pixels), 1, 1},
+                        {1, 1, 1, 1}, plan.grad_row_bytes);
+    k.x = tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), pixels, 1, 1},
+                     {bytes(x.w), bytes(x.w) * pixels, bytes(x.w) * pixels}, {box(x_channels), box(plan.pixels), 1, 1},
+                     {1, 1, 1, 1}, plan.x_row_bytes);
+    k.grad_copies = plan.warpgroups;
+    k.x_copies = ceil_div(plan.channels, x_channels);
+    k.x_copy_bytes = plan.pixels * plan.x_row_bytes;
+    k.filter_row_bytes = 0;
+    k.x_group_bytes = 8 * plan.x_row_bytes;
+    k.x_block_bytes = k.x_copy_bytes;
+    k.filled_bytes = k.grad_copies * k.grad_copy_bytes + k.x_copies * k.x_copy_bytes;
+  }
+  k.x_step = 2 * k.x_group_bytes / 16;
+  k.pixel_stages = static_cast<int>(wgrad_pixel_stages(s, plan));
+  k.slices = plan.slices;
+  k.filter_tiles = wgrad_filter_tiles(s, plan);
+  k.channel_tiles = wgrad_channel_tiles(s, plan);
+  k.tile_channels = plan.channels;
+  k.out_channels = s.out_channels;
+  k.in_channels = s.in_channels;
+  k.taps = s.kernel_h * s.kernel_w;
+  k.pitch = wgrad_pitch(s);
+  k.workspace = static_cast<float*>(a.workspace);
+  k.slice_floats = wgrad_slice_floats(s);
+
+  constexpr auto kKernel = wgrad_sm90_kernel<T, kWidth, kSplit>;
+  const int shared_bytes = k.stages * k.stage_bytes + 2 * 8 * k.stages;
+  allow_shared_bytes(kKernel, shared_bytes);
+  const unsigned int grid = checked_grid(int64_t(k.filter_tiles) * k.channel_tiles * k.slices, kName);
+  launch_dependent<kKernel>(kName, grid, 128 * k.warpgroups + 32, shared_bytes, stream, k);
+}
+
+// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
+constexpr bool is_built_for_hopper() {
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch == 900) return true;
+  }
+  return false;
+}
+
+template <class T>
+void choose(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t stream) {
+  if constexpr (is_built_for_hopper()) {
+    if (plan.window && a.shape.stride_w == 2) {
+      switch (plan.width) {
+        case 48: return launch<T, 48, true>(a, dtype, plan, stream);
+        case 96: return launch<T, 96, true>(a, dtype, plan, stream);
+        case 192: return launch<T, 192, true>(a, dtype, plan, stream);
+        default: break;
+      }
+    } else {
+      switch (plan.width) {
+        case 16: return launch<T, 16, false>(a, dtype, plan, stream);
+        case 32: return launch<T, 32, false>(a, dtype, plan, stream);
+        case 48: return launch<T, 48, false>(a, dtype, plan, stream);
+        case 64: return launch<T, 64, false>(a, dtype, plan, stream);
+        case 80: return launch<T, 80, false>(a, dtype, plan, stream);
+        case 96: return launch<T, 96, false>(a, dtype, plan, stream);
+        case 128: return launch<T, 128, false>(a, dtype, plan, stream);
+        case 192: return launch<T, 192, false>(a, dtype, plan, stream);
+        case 256: return launch<T, 256, false>(a, dtype, plan, stream);
+        default: break;
+      }
+    }
+  }
+  fail(kName, ": this build has no kernel for sums of ", plan.width, " columns");
+}
+
+}  // namespace
+
+bool is_wgrad_sm90_built() { return is_built_for_hopper(); }
+
+void wgrad_sm90(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t stream) {
+  if (dtype == DType::kFloat16) {
+    choose<__half>(a, dtype, plan, stream);
+  } else if (dtype == DType::kBFloat16) {
+    choose<__nv_bfloat16>(a, dtype, plan, stream);
+  } else {
+    fail(kName, ": no kernel for ", name_of(dtype));
+  }
+  const ConvShape& s = a.shape;
+  FinishArgs f;
+  f.workspace = static_cast<const float4*>(a.workspace);
+  f.vectors = wgrad_slice_floats(s) / 4;
+  f.slices = plan.slices;
+  f.taps = s.kernel_h * s.kernel_w;
+  f.in_channels = s.in_channels;
+  f.row_vectors = wgrad_pitch(s) / 4;
+  f.kernel_w = s.kernel_w;
+  f.out = a.grad_weight;
+  f.strides = a.grad_weight_strides;
+  f.dtype = a.grad_weight_dtype;
+  if (plan.slices <= 8) {
+    finish<1>(f, stream);
+  } else if (plan.slices <= 32) {
+    finish<4>(f, stream);
+  } else {
+    finish<16>(f, stream);
+  }
+}
+
+}  // namespace yolo12_fastconv

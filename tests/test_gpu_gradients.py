@@ -1,0 +1,141 @@
+"""Our own gradient kernels, each tile of them, against float64; test_gpu_ops.py has all shapes as the menu serves them.
+
+pytest -m gpu tests/test_gpu_gradients.py
+"""
+
+from __future__ import annotations
+
+import cases
+import op_checks
+import pytest
+import torch
+from torch import Tensor
+
+from yolo12_fastconv import ops
+
+pytestmark = pytest.mark.gpu
+
+HALF = {"float16": 4e-4, "bfloat16": 3e-3}  # l2 error of a rounded result
+SUM_ERROR = 5e-6  # of a weight gradient: float sums of at most 51200 products
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch, cuda):
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
+
+
+def describe(case: cases.Case, dtype: torch.dtype) -> tuple[str, str]:
+    major, minor = torch.cuda.get_device_capability()
+    return ops.describe_gradients(
+        (case.batch, case.ci, case.h, case.w), (case.co, case.ci // case.groups, *case.kernel),
+        case.stride, case.padding, case.dilation, case.groups, dtype, tf32=False, capability=10 * major + minor,
+    )  # fmt: skip
+
+
+def check(case: cases.Case, precision: str, cuda: torch.device, layout: str = "nhwc") -> None:
+    """Gradients of x and of a float32 weight, twice, from poisoned memory."""
+    dtype = op_checks.PRECISIONS[precision]
+    inputs = case.inputs(dtype, cuda)
+    x, weight = cases.relayout(inputs.x, layout), inputs.weight.float()
+
+    def run() -> tuple[Tensor, Tensor]:
+        op_checks.poison([x, weight, inputs.grad_y])
+        grads = torch.ops.yolo12_fastconv.conv_bn_act_backward(
+            inputs.grad_y, x, weight, None, None, None, None, None, 0.0, list(case.stride), list(case.padding),
+            list(case.dilation), case.groups, 0, dtype, False, [True, True, False, False, False],
+        )  # fmt: skip
+        return grads[0], grads[1]
+
+    first, second = run(), run()
+    truth = torch.ops.aten.convolution_backward(
+        inputs.grad_y.double(), x.double(), weight.to(dtype).double(), None, case.stride, case.padding,
+        case.dilation, False, [0, 0], case.groups, [True, True, False],
+    )  # fmt: skip
+    for name, ours, again, right, limit in zip(
+        ("grad_x", "grad_weight"), first, second, truth, (HALF[precision], SUM_ERROR), strict=False
+    ):
+        error = float((ours.double() - right).norm() / right.norm())
+        assert error <= limit, (
+            f"{case} {precision} {layout} {describe(case, dtype)}: {name} is off by {error:.1e}"
+        )
+        assert torch.equal(ours, again), f"{case} {precision} {layout}: two runs of {name} differ"
+    assert first[1].dtype == torch.float32 and first[1].stride() == weight.stride()
+
+
+def dense(ci: int, co: int, h: int, w: int, kernel: int, stride: int = 1, padding: int = -1) -> cases.Case:
+    pad = kernel // 2 if padding < 0 else padding
+    name = f"{ci}to{co}-{kernel}x{kernel}s{stride}p{pad}-{h}x{w}"
+    return cases.Case(name, ci, co, h, w, (kernel, kernel), (stride, stride), (pad, pad))
+
+
+DENSE = [
+    *(
+        dense(ci, co, 13, 11, 1)
+        for ci, co in ((8, 8), (16, 40), (48, 80), (64, 64), (200, 136), (307, 61), (260, 300))
+    ),
+    *(
+        dense(ci, co, h, w, 3, stride)
+        for stride in (1, 2)
+        for ci, co, h, w in (
+            (64, 64, 8, 8),
+            (16, 32, 33, 17),
+            (136, 72, 23, 41),
+            (8, 8, 7, 5),
+            (32, 96, 1, 40),
+            (20, 12, 9, 9),
+        )
+    ),
+    dense(64, 64, 20, 20, 3, 1, 0),
+    dense(64, 64, 20, 20, 3, 1, 2),
+    dense(64, 64, 20, 20, 3, 2, 0),
+    dense(3, 16, 64, 96, 3, 2),
+    dense(3, 24, 31, 33, 3, 1),
+]
+DEPTHWISE = [
+    cases.Case(f"depthwise-{k}x{k}-{c}-{h}x{w}", c, c, h, w, (k, k), (1, 1), (k // 2, k // 2), groups=c)
+    for k in (3, 5, 7)
+    for c, h, w in ((64, 40, 40), (80, 20, 20), (24, 23, 41), (130, 9, 7), (10, 5, 3), (256, 3, 70))
+]
+
+
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("case", [*DENSE, *DEPTHWISE], ids=str)
+def test_gradients(cuda, case, precision):
+    dgrad, wgrad = describe(case, op_checks.PRECISIONS[precision])
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert wgrad != "aten"
+    assert (dgrad != "aten") == (case.stride == (1, 1))
+    check(case, precision, cuda)
+
+
+@pytest.mark.parametrize("layout", ["slice", "misaligned", "crop", "nchw", "transposed", "expanded"])
+@pytest.mark.parametrize(
+    "case",
+    [dense(64, 72, 20, 24, 1), dense(64, 72, 20, 24, 3), dense(64, 72, 20, 24, 3, 2), DEPTHWISE[0]],
+    ids=str,
+)
+def test_layouts_of_x(cuda, case, layout):
+    check(case, "float16", cuda, layout)
+
+
+def test_every_tile(cuda, monkeypatch):
+    """Of the sm90 weight gradient, with one slice and with several, by name."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    tried = set()
+    for case in (dense(250, 200, 24, 24, 1), dense(72, 104, 23, 20, 3), dense(72, 104, 23, 20, 3, 2)):
+        kind = "rows" if case.kernel == (1, 1) else "window"
+        names = [
+            f"wgrad/sm90/{kind}/{filters}x{channels}x{pixels}x{stages}/{slices}"
+            for filters in (64, 128, 192, 256)
+            for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256)
+            for pixels in (64, 80, 128, 256)
+            for stages in range(2, 17)
+            for slices in (1, 3)
+        ]
+        for name in names:
+            monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", name)
+            if describe(case, torch.float16)[1] == name:
+                check(case, "float16", cuda)
+                tried.add((kind, case.stride, name.split("/")[3].rsplit("x", 2)[0]))
+    assert len(tried) >= 25, tried

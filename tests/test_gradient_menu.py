@@ -1,0 +1,127 @@
+"""What computes a convolution's gradients: the compiled library's choice, a host function that needs no GPU.
+
+Runs where the library is loaded; `.ci/run` names it by YOLO12_FASTCONV_LIBRARY, and then it has to be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import cases
+import pytest
+import torch
+
+from yolo12_fastconv import ops
+
+pytestmark = pytest.mark.skipif(
+    not ops.LIBRARY.loaded and "YOLO12_FASTCONV_LIBRARY" not in os.environ,
+    reason=f"no compiled library: {ops.LIBRARY.reason}",
+)
+
+SHARED_BYTES = 227 * 1024  # of a block on 9.0
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch):
+    for name in ("TARGET", "KERNEL", "GRADIENTS", "WGRAD"):
+        monkeypatch.delenv(f"YOLO12_FASTCONV_{name}", raising=False)
+
+
+def gradients(
+    case: cases.Case, dtype: torch.dtype = torch.float16, capability: int = 90, *, tf32: bool = False
+) -> tuple[str, str]:
+    """Names of what computes the gradients of x and of the weight."""
+    return ops.describe_gradients(
+        (case.batch, case.ci, case.h, case.w), (case.co, case.ci // case.groups, *case.kernel),
+        case.stride, case.padding, case.dilation, case.groups, dtype, tf32=tf32, capability=capability,
+    )  # fmt: skip
+
+
+def shapes(batch: int = 32) -> list[cases.Case]:
+    return [case for scale in cases.SCALES for case in cases.conv_shapes(scale, batch=batch)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_own_kernels_have_every_layer_of_the_models(monkeypatch, dtype, batch):
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
+    for case in shapes(batch):
+        dgrad, wgrad = gradients(case, dtype)
+        expected = "wgrad/simt" if case.groups > 1 else "wgrad/sm90"
+        assert wgrad.startswith(expected), f"{case}: {wgrad}"
+        assert (dgrad == "aten") == (case.stride != (1, 1)), f"{case}: {dgrad}"
+
+
+def test_plans_fit_the_hardware(monkeypatch):
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
+    seen = set()
+    for case in [*shapes(), *shapes(2), *cases.AWKWARD]:
+        name = gradients(case)[1]
+        if not name.startswith("wgrad/sm90/"):
+            continue
+        mode, filters, channels, pixels, stages, slices = re.fullmatch(
+            r"wgrad/sm90/(rows|window)/(\d+)x(\d+)x(\d+)x(\d+)/(\d+)", name
+        ).groups()  # type: ignore[union-attr]
+        seen.add(mode)
+        row = max(32, min(128, 1 << (2 * case.co - 1).bit_length()))
+        x_row = max(32, min(128, 1 << (2 * int(channels) - 1).bit_length()))
+        if mode == "rows":
+            stage = (
+                int(filters) // 64 * int(pixels) * row + -(-2 * int(channels) // x_row) * int(pixels) * x_row
+            )
+            assert int(pixels) <= 256, name
+        else:
+            stride = case.stride[0]
+            window = (8 + 2 // stride) * (int(pixels) // 8 + 2 // stride)
+            stage = int(pixels) * row + stride**2 * -(-window // 8) * 8 * x_row
+        assert int(stages) >= 2 and int(stages) * (-(-stage // 1024) * 1024 + 16) <= SHARED_BYTES, (
+            f"{case}: {name}"
+        )
+        out = case.out_size
+        assert 1 <= int(slices) <= out[0] * out[2] * out[3], f"{case}: {name}"
+    assert seen == {"rows", "window"}
+
+
+def test_what_has_no_kernel_stays_with_aten(monkeypatch):
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
+    base = dict(ci=64, co=64, h=20, w=20, batch=4)
+    for case in (
+        cases.Case("dilated", kernel=(3, 3), padding=(2, 2), dilation=(2, 2), **base),
+        cases.Case("stride 3", kernel=(3, 3), padding=(1, 1), stride=(3, 3), **base),
+        cases.Case("5x5", kernel=(5, 5), padding=(2, 2), **base),
+        cases.Case("1x1 with stride", stride=(2, 2), **base),
+        cases.Case("1x1 with padding", padding=(1, 1), **base),
+        cases.Case("groups", kernel=(3, 3), padding=(1, 1), groups=4, **base),
+    ):
+        assert gradients(case)[1] == "aten", case
+    # A forward kernel pads with zeros; a gradient would have to drop rows that the padding made.
+    assert gradients(cases.Case("1x1 with padding", padding=(1, 1), **base))[0] == "aten"
+    assert gradients(cases.Case("5x5", kernel=(5, 5), padding=(2, 2), **base))[0] != "aten"
+
+
+def test_other_gpus_and_dtypes():
+    case = cases.Case("", 64, 64, 20, 20, (3, 3), (1, 1), (1, 1))
+    assert gradients(case, capability=80)[1] == "aten"
+    assert gradients(case, capability=80)[0].startswith("implicit_gemm/sm80")
+    assert gradients(case, torch.float32) == ("aten", "wgrad/simt")
+    assert gradients(case, torch.float32, tf32=True) == ("aten", "aten")
+    assert gradients(case, torch.float64) == ("aten", "wgrad/simt")
+
+
+def test_switches(monkeypatch):
+    case = cases.Case("", 64, 64, 20, 20, (3, 3), (1, 1), (1, 1))
+    depthwise = cases.Case("", 64, 64, 20, 20, (7, 7), (1, 1), (3, 3), groups=64)
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "aten")
+    assert gradients(case) == ("aten", "aten")
+    assert gradients(depthwise) == ("aten", "wgrad/simt")  # ATen's is less exact
+    monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "cudnn")
+    with pytest.raises(RuntimeError, match="YOLO12_FASTCONV_GRADIENTS=cudnn: use own or aten"):
+        gradients(case)
+    monkeypatch.delenv("YOLO12_FASTCONV_GRADIENTS")
+    named = "wgrad/sm90/window/64x32x64x15/3"
+    assert gradients(case)[1] != named
+    monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", named)
+    assert gradients(case)[1] == named
+    monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", "wgrad/sm90/window/64x32x64x15/999999")
+    assert gradients(case)[1] != "wgrad/sm90/window/64x32x64x15/999999"
