@@ -10,6 +10,27 @@ namespace yolo12_fastconv {
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
+Tensor convolution_forward(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32) {
+  const std::vector<int64_t> output_padding = {0, 0};
+  std::array<StableIValue, 13> stack = {
+      from(x),
+      from(weight),
+      from(OptionalTensor()),
+      from(geometry.stride),
+      from(geometry.padding),
+      from(geometry.dilation),
+      from(false),  // transposed
+      from(output_padding),
+      from(geometry.groups),
+      from(false),  // benchmark: would choose by the clock
+      from(true),  // deterministic
+      from(true),  // cudnn_enabled
+      from(allow_tf32),
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_convolution", "", stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
 ConvGrads convolution_backward(const Tensor& grad_z, const Tensor& x, const Tensor& weight, bool has_bias,
                                const Geometry& geometry, const std::vector<bool>& wanted) {
   std::optional<std::vector<int64_t>> bias_sizes;

@@ -11,6 +11,10 @@ struct ConvGrads {
   Tensor x, weight, bias;  // undefined where not asked for
 };
 
+// A convolution without bias, of tensors in one dtype, by torch's own kernels (cuDNN). What torch's global switches say
+// does not matter: TF32 only if `allow_tf32`, and always the same algorithm, one that is deterministic.
+Tensor convolution_forward(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32);
+
 // aten::convolution_backward: gradients of a convolution's input, weight and bias from grad_z (N, K, P, Q), all in one
 // dtype. It follows torch's cuDNN switches (deterministic, benchmark, TF32) by itself.
 ConvGrads convolution_backward(const Tensor& grad_z, const Tensor& x, const Tensor& weight, bool has_bias,

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "aten.h"
 #include "device/kernels.h"
 
 namespace yolo12_fastconv {
@@ -120,6 +121,7 @@ ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64
 Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32)
     : x_(x),
       weight_(weight),
+      geometry_(geometry),
       shape_(conv_shape(sizes_of(x), sizes_of(weight), geometry)),
       dtype_(dtype),
       allow_tf32_(allow_tf32),
@@ -134,15 +136,13 @@ Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& 
 Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels) const {
   const ConvShape& s = shape_;
   const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
-  Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
+  const auto allocate = [&] { return empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_); };
   ConvArgs args;
   args.shape = s;
   args.x = x_.const_data_ptr();
   args.x_strides = strides_of(x_);
   args.weight = weight_.const_data_ptr();
   args.weight_strides = strides_of(weight_);
-  args.y = y.mutable_data_ptr();
-  args.y_stride = pitch;
   args.residual = nullptr;
   args.residual_strides = {};
   args.affine = affine;
@@ -154,8 +154,12 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
     args.residual = rows.const_data_ptr();
     args.residual_strides = {row * s.out_w * s.out_h, 1, row * s.out_w, row};
   }
-  if (y.numel() == 0) return y;
+  if (s.out_pixels() == 0 || s.out_channels == 0) return allocate();
   const KernelChoice choice = choose_kernel({s, dtype_, allow_tf32_, capability_of(x_)});
+  if (choice.family == Family::kAten) return run_aten(args);
+  Tensor y = allocate();
+  args.y = y.mutable_data_ptr();
+  args.y_stride = pitch;
   switch (choice.family) {
     case Family::kImplicitGemm:
     case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
@@ -163,6 +167,7 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
     case Family::kDepthwise: run_depthwise(args, choice); break;
     case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
+    case Family::kAten: break;
   }
   return y;
 }
@@ -226,6 +231,23 @@ void Convolution::run_stem(ConvArgs args) const {
 
 void Convolution::run_direct(ConvArgs args) const {
   direct(args, dtype_of(x_.scalar_type()), dtype_of(weight_.scalar_type()), dtype_, stream_);
+}
+
+// cuDNN's convolution, and what follows it in one pass over its result, in place.
+Tensor Convolution::run_aten(const ConvArgs& args) const {
+  const Tensor z = convolution_forward(cast_x(), cast_weight(), geometry_, allow_tf32_);
+  // An op that is called by itself under autocast would have been cast in there.
+  if (dtype_of(z.scalar_type()) != dtype_) {
+    fail("convolution in ", name_of(dtype_), " under autocast: call it with autocast's dtype, or outside of autocast");
+  }
+  Tensor y = dense_rows(z, dtype_, stream_);
+  const bool bare = args.affine.bias.data == nullptr && args.affine.mean.data == nullptr;
+  if (bare && args.act == Act::kIdentity && args.residual == nullptr) return y;
+  void* const rows = y.mutable_data_ptr();
+  batch_norm_act({rows, shape_.out_pixels(), shape_.out_channels, args.affine, args.act, args.residual,
+                  args.residual_strides.w, rows},
+                 dtype_, stream_);
+  return y;
 }
 
 Tensor Convolution::cast_x() const {

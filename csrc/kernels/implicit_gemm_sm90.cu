@@ -17,6 +17,8 @@
 //   window: the input window of 8x8 outputs, one per residue of the stride; a filter tap is an offset of whole rows
 //           into it, which the swizzled operands of wgmma allow, so x crosses L2 once instead of R * S times
 //   taps:   64 pixels as one filter tap sees them (im2col mode of the copy engine)
+// Blocks of the same output channels may form a cluster. Then each weight stage crosses L2 once for all of them: one
+// block's copy fills the stage of every block, when the workers of all have left it.
 // The copy engine writes zeros for padding and for channels behind C. Sums are added in an order that
 // depends on the shape and the number of multiprocessors alone.
 #include <cuda.h>
@@ -75,6 +77,7 @@ struct KernelArgs {
   bool resident, store_boxes;
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks per channel tile
+  int cluster;  // 1, or neighbouring columns that share their weights: 2
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
   int offset_pixels, offset_output, offset_affine, offset_barriers;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
@@ -149,16 +152,22 @@ struct Ring {
 // `column` on, so that no block has more than one tile more than another. Its workers take them in turn.
 struct BlockWork {
   int first_channel, column, tiles;
-  int rounds;  // of tiles for all workers
+  int rounds;  // of tiles for all workers; in a cluster, of its first block, which has no fewer than the others
+  uint32_t rank;  // in the cluster
 };
 
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
-  int channel_tile, rest;
-  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), work.column, channel_tile);
+  int channel_tile;
+  const int last = args.cluster - 1, group = static_cast<int>(blockIdx.x) >> last;
+  work.rank = blockIdx.x & last;
+  args.by_channel_tiles.divide(group, work.column, channel_tile);
+  work.column <<= last;
   work.first_channel = channel_tile * args.tile_channels;
-  args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
-  args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
+  const int left = args.tiles - work.column + args.columns - 1;
+  work.rounds = args.by_workers.divide(args.by_columns.divide(left) + args.workers - 1);
+  work.column += work.rank;
+  work.tiles = args.by_columns.divide(left - static_cast<int>(work.rank));
   return work;
 }
 
@@ -172,7 +181,7 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
-  bool waits = true;
+  EarlierKernels earlier;
   for (int i = worker; i < work.tiles; i += args.workers) {
     const TilePosition t = position_of(args, i * args.columns + work.column);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
@@ -185,10 +194,7 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
         const Plane plane = args.plane[j];
-        if (waits) {  // all that leads to the first copy is done by then
-          wait_for_earlier_kernels();
-          waits = false;
-        }
+        earlier.wait();
         if (args.mode == PixelMode::kWindow) {
           load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
         } else {
@@ -211,13 +217,16 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
 }
 
 // A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
-// tiles and for what the last worker lags behind the first.
+// tiles and for what the last worker lags behind the first. The blocks of a cluster copy in turn, each for all.
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                              const BlockWork& work) {
   RingPosition at;
   const int steps = (args.resident ? 1 : work.rounds) * args.blocks + (args.workers - 1) * args.lag_blocks;
-  bool waits = true;
+  const uint32_t last = args.cluster - 1;
+  EarlierKernels earlier;
   int block = 0;
+  uint32_t stage = 0;
+  if (last > 0) cluster_wait();  // the barriers of all are set up
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.groups; ++i) {
       const TapGroup group = args.group[i];
@@ -225,12 +234,14 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
       const uint32_t filled = ring.filled(at.stage);
       barrier_expect(leads, filled, group.taps * args.tap_bytes);
       const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
-      if (waits) {
-        wait_for_earlier_kernels();
-        waits = false;
+      const uint32_t to = stages + at.stage * args.weight_stage_bytes;
+      earlier.wait();
+      if (last == 0) {
+        load_box(leads, to, &args.weight[group.map], filled, channel, work.first_channel, column, group.r);
+      } else if ((stage++ & last) == work.rank) {
+        load_box_of_cluster(leads, to, &args.weight[group.map], filled, channel, work.first_channel, column, group.r,
+                            (2u << last) - 1);
       }
-      load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight[group.map], filled, channel,
-               work.first_channel, column, group.r);
       at.advance(args.weight_stages);
     }
     if (++block == args.blocks) block = 0;
@@ -248,14 +259,6 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
     memcpy(&bits, &pair, 4);
   }
   return bits;
-}
-
-// silu(u) for float, off by 4 units in the last place at the most. A division, as in activate(), would be half a unit
-// closer, but it branches, so that no two values of a thread are computed at once.
-__device__ __forceinline__ float silu_of_float(float u) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + expf(-u)));
-  return u * inverse;
 }
 
 // What a warp does with its 16 pixels of a finished tile.
@@ -343,7 +346,8 @@ class TileWriter {
     }
   }
 
-  // The same in float. Of a row eight channels lie in four lanes, two in each: 32 bytes, two chunks. Half a warp writes at
+  // The same in float, with the sigmoid of half: its error is 2^-18, that of TF32 products 2^-11. The exact one branches, so
+  // that no two values of a thread would be computed at once. Of a row eight channels lie in four lanes, two in each: 32 bytes, two chunks. Half a warp writes at
   // once, four rows. If all wrote the same eight channels, two rows each would share their banks, since the swizzle does
   // no more than swap their chunks. So one of the two writes channels of `far` while the other writes those of `near`.
   // Their scale and shift lie in different banks too.
@@ -361,7 +365,7 @@ class TileWriter {
       for (int h = 0; h < 2; ++h) {
         const float *a = sum + first / 2 + near * 4 + 2 * h, *b = sum + first / 2 + far * 4 + 2 * h;
         float2 y = {fmaf(swapped ? b[0] : a[0], affine.x, affine.y), fmaf(swapped ? b[1] : a[1], affine.z, affine.w)};
-        if constexpr (kSilu) y = {silu_of_float(y.x), silu_of_float(y.y)};
+        if constexpr (kSilu) y = {y.x * sigmoid<true>(y.x), y.y * sigmoid<true>(y.y)};
         *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8) = y;
       }
     }
@@ -457,7 +461,9 @@ class Worker {
         first_weights_(descriptor_start(weight_stages)),
         pixel_layout_(descriptor_layout(args.row_bytes, args.group_bytes)),
         weight_layout_(descriptor_layout(args.row_bytes, 8 * args.row_bytes)),
-        signals_(threadIdx.x % 32 == 0) {}
+        signals_(threadIdx.x % 32 == 0),
+        shares_(static_cast<int>(threadIdx.x % 32) < args.cluster),
+        released_(barrier_of_block(weight_ring.emptied(0), threadIdx.x & (args.cluster - 1))) {}
 
   // All products of a tile, from block `first` of the input channels on, round. Resident weights lie in shared memory in
   // the order of use, with `wait` if they may still be on their way; streamed ones come through their ring.
@@ -470,11 +476,12 @@ class Worker {
     }
   }
 
-  // Lets the weights of this many blocks pass.
+  // Lets the weights of this many blocks pass. Nobody waits for signals about resident ones.
   __device__ __forceinline__ void skip(int blocks) {
+    const uint32_t signals = args_.resident ? 0 : shares_;
     for (int i = 0; i < blocks * args_.groups; ++i) {
       barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
-      barrier_arrive_if(weight_ring_.emptied(weight_at_.stage), signals_);
+      barrier_arrive_remote_if(released_ + weight_at_.stage * 8, signals);
       weight_at_.advance(weight_ring_.stages);
     }
   }
@@ -529,7 +536,7 @@ class Worker {
     } while (block != first);
     wgmma_wait<0>();
     barrier_arrive_if(emptied, release_pixels_);
-    if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
+    if constexpr (kStreamed) barrier_arrive_remote_if(weights_emptied_, release_weights_);
   }
 
   template <int kSteps>
@@ -590,11 +597,11 @@ class Worker {
   __device__ __forceinline__ void leave_stage(uint32_t emptied) {
     if constexpr (kStreamed) {
       wgmma_wait<1>();
-      barrier_arrive_if(weights_emptied_, release_weights_);
+      barrier_arrive_remote_if(weights_emptied_, release_weights_);
       barrier_arrive_if(emptied, release_pixels_);
       release_pixels_ = 0;
-      weights_emptied_ = weight_ring_.emptied(weight_at_.stage);
-      release_weights_ = signals_;
+      weights_emptied_ = released_ + weight_at_.stage * 8;
+      release_weights_ = shares_;
       weight_at_.advance(weight_ring_.stages);
     } else {
       ++weight_at_.stage;
@@ -606,6 +613,8 @@ class Worker {
   uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
   uint32_t pixel_layout_, weight_layout_;
   uint32_t signals_;  // one lane a warp
+  uint32_t shares_;  // one lane a warp for each block of the cluster
+  uint32_t released_;  // that block's barrier of the first weight stage
   RingPosition pixel_at_, weight_at_;
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
@@ -631,8 +640,10 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
       writer.template write<false>(sum, position);
     }
   }
-  // Streamed weights pass every worker, also in a last round that leaves it without a tile.
-  if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(args.blocks);
+  // Streamed weights pass every worker, also in a last round that leaves it without a tile; and no block ends before all
+  // that the others of its cluster copy into its shared memory is there.
+  const bool idle = args.resident ? work.tiles == 0 : index + (work.rounds - 1) * args.workers >= work.tiles;
+  if (idle) worker.skip(args.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if (threadIdx.x % 32 == 0) wait_stores_read<0>();
 }
@@ -679,11 +690,13 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     const Ring ring = weights ? weight_ring : pixel_ring(worker);
     for (int i = 0; i < ring.stages; ++i) {
       barrier_init(ring.filled(i), 1);
-      barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
+      barrier_init(ring.emptied(i), weights ? 4 * args.workers * args.cluster : 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
+  const bool clustered = args.cluster > 1;
+  if (clustered) cluster_arrive();
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -701,6 +714,12 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
   } else {
     load_weights(args, leads, weight_ring, base, work);
+  }
+  // Streamed: a worker still signals to the other blocks that it has left a stage.
+  if (clustered && !args.resident) {
+    if (warp < 5 * args.workers) cluster_wait();
+    cluster_arrive();
+    cluster_wait();
   }
 #endif
 }
@@ -969,7 +988,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
                                        : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
-  k.columns = std::min(std::max(1, multiprocessor_count() / channel_tiles), k.tiles);
+  k.columns = static_cast<int>(sm90_columns(s, plan, multiprocessor_count()));
+  k.cluster = plan.cluster;
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
@@ -999,7 +1019,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
   allow_shared_bytes(kKernel, layout.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles, "implicit_gemm_sm90");
-  launch_dependent<kKernel>("implicit_gemm_sm90", grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  launch_clusters<kKernel>("implicit_gemm_sm90", plan.cluster, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
