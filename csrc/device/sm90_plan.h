@@ -98,6 +98,11 @@ inline int sm90_weight_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
   return sm90_group_taps(s, p) * p.channels * p.row_bytes;
 }
 
+// Whether the kernel takes weights of a 1x1 in half as they are, (K, C), where their rows are not aligned to 16 bytes.
+inline bool sm90_takes_loose_weights(const ConvShape& s, const Sm90Plan& p) {
+  return s.pointwise() && p.element_bytes == 2 && p.resident && p.cluster == 1;
+}
+
 // The parts of shared memory in the order in which they lie.
 struct Sm90Layout {
   int pixels, output, affine, barriers, bytes;  // offsets; weights begin at 0

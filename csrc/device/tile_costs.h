@@ -18,6 +18,8 @@ struct TileCosts {
   double overlap = 3.42;  // of products, transfers and memory, which share the time: exponent of their norm
   // sm90: set-up.
   double set_up = 3120;  // from the end of the kernel before to the first stage in shared memory
+  double pack = 3700;  // a launch that packs weights of odd widths
+  double loose_bytes = 60;  //   or their copy by the kernel itself
   // sm90: the loops.
   double pixel_bytes = 44.1;  // resident: from L2
   double first_weight_bytes = 765;  // resident: weights, before any product

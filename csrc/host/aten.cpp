@@ -10,24 +10,19 @@ namespace yolo12_fastconv {
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
-Tensor convolution_forward(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32) {
-  const std::vector<int64_t> output_padding = {0, 0};
-  std::array<StableIValue, 13> stack = {
+Tensor cudnn_convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32) {
+  std::array<StableIValue, 9> stack = {
       from(x),
       from(weight),
-      from(OptionalTensor()),
-      from(geometry.stride),
       from(geometry.padding),
+      from(geometry.stride),
       from(geometry.dilation),
-      from(false),  // transposed
-      from(output_padding),
       from(geometry.groups),
       from(false),  // benchmark: would choose by the clock
       from(true),  // deterministic
-      from(true),  // cudnn_enabled
       from(allow_tf32),
   };
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_convolution", "", stack.data(), TORCH_ABI_VERSION));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::cudnn_convolution", "", stack.data(), TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
 }
 

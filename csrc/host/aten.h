@@ -11,9 +11,9 @@ struct ConvGrads {
   Tensor x, weight, bias;  // undefined where not asked for
 };
 
-// A convolution without bias, of tensors in one dtype, by torch's own kernels (cuDNN). What torch's global switches say
-// does not matter: TF32 only if `allow_tf32`, and always the same algorithm, one that is deterministic.
-Tensor convolution_forward(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32);
+// aten::cudnn_convolution: no bias, all in one dtype, channels_last if x is. The one entry to cuDNN that asks neither torch's
+// switches nor autocast: TF32 only if `allow_tf32`, and always an algorithm that is deterministic.
+Tensor cudnn_convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32);
 
 // aten::convolution_backward: gradients of a convolution's input, weight and bias from grad_z (N, K, P, Q), all in one
 // dtype. It follows torch's cuDNN switches (deterministic, benchmark, TF32) by itself.

@@ -95,6 +95,9 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     arriving = waves * column_tiles * pixel_bytes + rounds * weight_bytes;
   }
   double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
+  if (s.in_channels * p.element_bytes % 16 != 0) {  // weights in rows that are not aligned
+    set_up += sm90_takes_loose_weights(s, p) ? weight_bytes / c.loose_bytes : c.pack;
+  }
   if (p.cluster > 1) {
     set_up += c.cluster;
     transfer = std::max(transfer, arriving / c.port_bytes);
@@ -121,7 +124,8 @@ double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const Til
   const double shared = rounds * steps * (operands + rows) * 32 / c.gemm_shared_bytes;
   const double products = rounds * steps * outputs * (lanes * 2) / (c.gemm_products * lanes / 8);
   const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / c.gemm_shared_bytes;
-  return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
+  const double pack = s.in_channels % lanes == 0 ? 0 : c.pack;
+  return pack + c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
          overlapped({chain, transfer, shared, products, memory_cycles(s, element, c)}, c) +
          rounds * (outputs / c.gemm_outputs + partial_sums);
 }

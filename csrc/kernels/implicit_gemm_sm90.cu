@@ -5,7 +5,7 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
 // channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
-// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
+// to 16 bytes), zero-filled; or as it is, (K, C), where sm90_takes_loose_weights() (device/sm90_plan.h). y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
 // with products in TF32.
 //
 // One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device/async_copy.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
@@ -75,6 +76,9 @@ struct KernelArgs {
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
+  const void* loose_weights;  // rows of C that are not aligned, which the workers copy themselves; null: through maps
+  int in_channels, loose_bytes;  // what an address of such a row is a multiple of: 8, 4 or 2
+  FastDivide by_loose_chunks;  // of 16 bytes, in a row in shared memory
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks per channel tile
   int cluster;  // 1, or neighbouring columns that share their weights: 2
@@ -230,7 +234,7 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.groups; ++i) {
       const TapGroup group = args.group[i];
-      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      if (!args.resident) barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage);
       barrier_expect(leads, filled, group.taps * args.tap_bytes);
       const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
@@ -628,7 +632,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.template multiply_tile<false>(sum, 0, i == index);
+      worker.template multiply_tile<false>(sum, 0, i == index && args.loose_weights == nullptr);
     } else {
       worker.template multiply_tile<true>(sum, lag, true);
     }
@@ -648,6 +652,49 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   if (threadIdx.x % 32 == 0) wait_stores_read<0>();
 }
 
+// Chunk of 8 elements from `from`, of which `count` exist, into shared memory; zeros behind them.
+template <int kBytes>
+__device__ __forceinline__ void copy_loose_chunk(char* to, const char* from, int count) {
+  if constexpr (kBytes > 2) {
+#pragma unroll
+    for (int part = 0; part < 16; part += kBytes) copy_bytes_async<kBytes>(to + part, from + part, part < 2 * count);
+  } else {
+    union {
+      uint4 bits;
+      uint16_t element[8];
+    } chunk;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      chunk.element[e] = e < count ? reinterpret_cast<const uint16_t*>(from)[e] : uint16_t(0);
+    }
+    *reinterpret_cast<uint4*>(to) = chunk.bits;
+  }
+}
+
+// All resident weights of the block, by the warps that compute, as the copy engine would lay them out. Rows of an odd number
+// of channels are not aligned as it wants them; a launch that packs them takes 2 us before this kernel can start.
+template <int kChannels, int kBytes>
+__device__ __forceinline__ void copy_loose_weights(const KernelArgs& args, char* shared, int first_channel) {
+  const int threads = 128 * args.workers, row_chunks = args.row_bytes / 16;
+  const int total = kChannels * static_cast<int>(args.by_loose_chunks.divisor);
+  const int rows = args.out_channels - first_channel;
+  const char* const weights =
+      static_cast<const char*>(args.loose_weights) + int64_t(first_channel) * args.in_channels * 2;
+#pragma unroll 2
+  for (int index = threadIdx.x; index < total; index += threads) {
+    int row, chunk;
+    args.by_loose_chunks.divide(index, row, chunk);
+    const int block = chunk / row_chunks, mask = args.row_bytes == 128  ? row & 7
+                                                 : args.row_bytes == 64 ? (row >> 1) & 3
+                                                                        : (row >> 2) & 1;
+    char* const to =
+        shared + block * args.tap_bytes + row * args.row_bytes + ((chunk - block * row_chunks) ^ mask) * 16;
+    const int count = row < rows ? min(args.in_channels - chunk * 8, 8) : 0;
+    const int64_t from = count > 0 ? int64_t(row) * args.in_channels + chunk * 8 : 0;
+    copy_loose_chunk<kBytes>(to, weights + from * 2, count);
+  }
+}
+
 // Scale and shift of the block's channels into shared memory, by the warps that compute.
 template <class T, int kChannels>
 __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shared, int first_channel) {
@@ -656,6 +703,11 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   for (int c = threadIdx.x; c < kChannels; c += threads) {
     const bool halved = args.act == Act::kSilu && sizeof(T) == 2;  // for silu_of_half
     affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
+  }
+  if (sizeof(T) == 2 && args.loose_weights != nullptr) {
+    commit_async_copies();
+    wait_for_async_copies<0>();
+    fence_for_copy_engine();
   }
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
@@ -684,13 +736,14 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   }
   // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do. The warp that
   // fills a ring sets it up, in one thread: barriers are addressed through uniform registers, so 32 lanes take longer.
+  // Resident stages are filled once.
   if (warp >= 4 * args.workers && lane == 0) {
     const int worker = warp - 4 * args.workers;
     const bool weights = worker == args.workers;
     const Ring ring = weights ? weight_ring : pixel_ring(worker);
     for (int i = 0; i < ring.stages; ++i) {
       barrier_init(ring.filled(i), 1);
-      barrier_init(ring.emptied(i), weights ? 4 * args.workers * args.cluster : 4);
+      if (!weights || !args.resident) barrier_init(ring.emptied(i), weights ? 4 * args.workers * args.cluster : 4);
     }
     barrier_init_fence();
   }
@@ -705,6 +758,13 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
     wait_for_earlier_kernels();
+    if (sizeof(T) == 2 && args.loose_weights != nullptr) {
+      switch (args.loose_bytes) {
+        case 8: copy_loose_weights<kChannels, 8>(args, shared, work.first_channel); break;
+        case 4: copy_loose_weights<kChannels, 4>(args, shared, work.first_channel); break;
+        default: copy_loose_weights<kChannels, 2>(args, shared, work.first_channel); break;
+      }
+    }
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
     compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
@@ -712,7 +772,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
-  } else {
+  } else if (args.loose_weights == nullptr) {
     load_weights(args, leads, weight_ring, base, work);
   }
   // Streamed: a worker still signals to the other blocks that it has left a stage.
@@ -860,7 +920,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
   int maps = 0, taps = 0;
   k.planes = k.groups = 0;
   const auto add_map = [&](int rows, int columns, int step_h, int step_w) {
-    k.weight[maps++] = weight_map(a, dtype, plan, rows, columns, step_h, step_w);
+    k.weight[maps++] = k.loose_weights != nullptr ? k.x : weight_map(a, dtype, plan, rows, columns, step_h, step_w);
   };
   // `count` taps from (r, c) on; `channel`: of the first one.
   const auto add_group = [&](int channel, int r, int c, int count) {
@@ -934,6 +994,14 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   const Sm90Window window = sm90_window(s);
 
   KernelArgs k;
+  k.loose_weights = nullptr;
+  k.loose_bytes = 0;
+  k.in_channels = s.in_channels;
+  if (s.pointwise() && a.weight_strides.n % kChunk != 0) {
+    k.loose_weights = a.weight;
+    k.loose_bytes = s.in_channels % 4 == 0 ? 8 : s.in_channels % 2 == 0 ? 4 : 2;
+    k.by_loose_chunks = FastDivide(ceil_div(s.in_channels * kBytes, plan.row_bytes) * plan.row_bytes / 16);
+  }
   k.x = pixel_map(a, dtype, plan, x);
   fill_taps(k, a, dtype, plan);
   k.store_boxes = a.y_stride % kChunk == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
