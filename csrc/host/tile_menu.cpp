@@ -50,19 +50,21 @@ bool fits_implicit_gemm(const ConvShape& s) {
          s.kernel_w <= kMaxGemmKernel;
 }
 
-// Strict float: whether cuDNN, and a pass for what follows, is expected to be faster than the direct kernel. cuDNN's 3x3 with
-// stride 1 seem to need fewer products (float, batch 32, one H200, direct / conv, bias and SiLU of torch):
-//   3x3    32->32 80x80 to 160x160 1.03, 64->64 1.07 to 1.29, 128->128 1.15 to 1.25, 256 and 512->64 1.30 to 1.55;
-//          fewer than 32 channels on a side 0.50 to 0.85
-//   3x3/2  64->64 1.06 to 1.15, 128->128 1.08 to 1.45, 128->256 1.12, 512->512 1.01 to 1.05; 16->32 0.67, large maps of
-//          64->128 0.95 and 256->256 0.85 to 0.94
-//   1x1    768 and more->256 and more 1.01 to 1.10; fewer 0.41 to 1.00, 1024->128 0.72
-bool prefers_aten(const ConvShape& s) {
+// Strict float: whether cuDNN, and a pass for what follows, is faster than the direct kernel. Two reasons: the direct kernel
+// adds up a tile's products in one block, where cuDNN shares long sums among blocks; and cuDNN needs fewer products for 3x3.
+// Fitted to 207 layers of n, m and x (one H200, batch 1 and 32, float): the choices take 0.9 % longer than the faster of
+// both. Direct / cuDNN, times:
+//   1x1    batch 1, 20x20: 128->128 1.0, 256->256 1.4, 384->384 1.6, 768->512 2.0; 80x80: 64->64 0.6, 384->384 1.14
+//          batch 32: 64->64 160x160 0.5, 256->256 0.8 to 0.9, 512->512 40x40 1.0, 1024->512 20x20 1.13
+//   3x3    batch 1: 64->64 1.2 to 1.7, 192->192 1.5 to 2.3, 512->64 2.7; batch 32: 32->16 0.5, 32->32 1.1, 512->64 1.5
+//   3x3/2  batch 32: 16->32 0.75, 64->64 1.1 to 1.2, 128->128 1.1 to 1.5; before: large maps of 256->256 0.85 to 0.94
+bool prefers_cudnn(const ConvShape& s) {
   const int c = s.in_channels, k = s.out_channels;
-  if (s.kernel_h * s.kernel_w == 1) return c >= 768 && k >= 256;
-  if (s.stride_h == 1 && s.stride_w == 1) return c >= 32 && k >= 32;
-  const bool large = k >= 128 && c <= 256 && s.out_pixels() * k >= 13'000'000;
-  return c >= 64 && k >= 64 && !large;
+  const int64_t blocks = ceil_div<int64_t>(s.out_pixels(), 128) * ceil_div(k, 128);
+  const bool idle = blocks <= kMultiprocessors;  // multiprocessors, in the direct kernel
+  if (s.kernel_h * s.kernel_w == 1) return (c >= 160 && idle) || (c >= 768 && k >= 256);
+  if (c < 32 || k < 32) return c >= 16 && k >= 16 && idle;
+  return (s.stride_h == 1 && s.stride_w == 1) || blocks <= 2000;
 }
 
 std::string tile_name(const GemmTile& t) {
@@ -150,7 +152,7 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   if (weighed.empty()) {
     std::vector<KernelChoice> choices = {{Family::kDirect, {}, {}}};
     if (query.dtype == DType::kFloat32 && s.groups == 1) {
-      choices.insert(prefers_aten(s) ? choices.begin() : choices.end(), {Family::kAten, {}, {}});
+      choices.insert(prefers_cudnn(s) ? choices.begin() : choices.end(), {Family::kAten, {}, {}});
     }
     return choices;
   }
