@@ -117,6 +117,37 @@ def test_forced_target(cuda, collected, monkeypatch, target, precision):
     judge(collected, findings)
 
 
+@pytest.mark.parametrize("kernel", ["aten/float", "direct/simt"])
+def test_strict_float_on_either_kernel(cuda, collected, monkeypatch, kernel):
+    monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", kernel)
+    shapes = [replace(case, batch=2) for case in cases.conv_shapes("n", 320) if case.groups == 1]
+    findings = [f for case in shapes for f in op_checks.check_case(case, "float32", cuda)]
+    case = shapes[7]
+    findings += op_checks.check_case(case, "float32", cuda, layouts=LAYOUTS, variants=variants(case))
+    assert {finding.kernel for finding in findings} == {kernel}
+    judge(collected, findings)
+
+
+def test_strict_float_asks_neither_torchs_switch_nor_autocast(cuda, monkeypatch):
+    """The op's argument counts, and it is read when the op is called."""
+    monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", "aten/float")
+    x = torch.randn(2, 128, 32, 32, device=cuda).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(128, 128, 3, 3, device=cuda) / 34
+
+    def run() -> torch.Tensor:
+        none = (None,) * 5
+        return torch.ops.yolo12_fastconv.conv_bn_act(
+            x, weight, *none, 0.0, None, [1, 1], [1, 1], [1, 1], 1, 0, torch.float32, False
+        )
+
+    strict = run()
+    torch.backends.cudnn.allow_tf32 = True  # the fixture puts it back
+    truth = torch.nn.functional.conv2d(x.double(), weight.double(), padding=1)
+    with torch.autocast("cuda"):
+        assert torch.equal(run(), strict)
+    assert (strict - truth).norm() < 1e-5 * truth.norm()
+
+
 @pytest.mark.parametrize("precision", HALF)
 def test_autocast_with_float32_parameters(cuda, collected, precision):
     """The inference op as validation during training calls it."""

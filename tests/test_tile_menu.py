@@ -72,7 +72,7 @@ def test_half_convolutions_of_the_models_run_on_tensor_cores_or_depthwise(dtype,
 def test_other_precisions_and_older_gpus():
     for case in shapes():
         if case.groups == 1:
-            assert kernel(case, torch.float32, 90)[0] == "direct"
+            assert kernel(case, torch.float32, 90)[0] in ("direct", "aten")
             assert kernel(case, torch.float32, 80, tf32=True)[:2] == ["implicit_gemm", "sm80"]
             assert kernel(case, torch.float64, 90)[0] == "direct"
             assert kernel(case, torch.float16, 75)[0] == "direct"
@@ -80,6 +80,27 @@ def test_other_precisions_and_older_gpus():
             assert kernel(case, torch.float32, 75)[0] == "depthwise"
             assert kernel(case, torch.float32, 90)[:2] == ["depthwise", "simt"]
             assert kernel(case, torch.float16, 75)[:2] == ["depthwise", "simt"]
+
+
+def test_strict_float_goes_to_cudnn_where_the_direct_kernel_is_slower(monkeypatch):
+    def conv(ci: int, co: int, size: int, k: int = 3, stride: int = 1) -> cases.Case:
+        return cases.Case("float", ci, co, size, size, (k, k), (stride, stride), (k // 2, k // 2), batch=32)
+
+    slower = [conv(64, 64, 80), conv(512, 64, 40), conv(128, 128, 40, stride=2), conv(1024, 512, 20, k=1)]
+    slower += [replace(conv(ci, ci, 20, k), batch=1) for ci, k in ((256, 1), (512, 1), (16, 3), (96, 3))]
+    faster = [conv(3, 16, 640), conv(16, 32, 80), conv(256, 256, 160, stride=2), conv(256, 256, 80, k=1)]
+    faster += [replace(conv(64, 64, 80, k=1), batch=1)]
+    for case in [*slower, *faster]:
+        names = candidates(case, torch.float32, 90)
+        assert names == sorted(["direct/simt", "aten/float"], reverse=case in faster), case
+        for name in names:
+            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+            assert "/".join(kernel(case, torch.float32, 90)) == name
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+    # Only there: TF32 has kernels of its own, double and groups stay.
+    assert kernel(slower[0], torch.float32, 90, tf32=True)[0] == "implicit_gemm"
+    assert candidates(slower[0], torch.float64, 90) == ["direct/simt"]
+    assert candidates(replace(slower[0], groups=2), torch.float32, 90) == ["direct/simt"]
 
 
 @pytest.mark.parametrize("target", ["", "sm80"])
@@ -181,6 +202,16 @@ def test_rings_are_no_longer_than_what_passes_through_them():
         if channels >= 16:  # not more blocks than multiprocessors
             assert pixel_stages <= 256 // depth, way
         assert weight_stages <= 4, way
+
+
+@needs_sm90
+def test_clusters_of_two_blocks_take_two_tiles():
+    def ways(batch: int) -> set[bool]:
+        case = cases.Case("cluster", 256, 256, 8, 8, batch=batch)
+        return {"-x2" in way for way, _, _ in sm90_plans(case)}
+
+    assert ways(1) == {False}  # 64 pixels
+    assert ways(3) == {False, True}
 
 
 @needs_sm90

@@ -13,7 +13,7 @@ at multiples of 8 elements, as in a channel slice of a wider tensor, which the n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -604,7 +604,8 @@ for _name in (
 # -------------------------------------------------------------------------------------------------------- host ops
 
 
-def describe_kernel(
+def _ask_menu(
+    op: str,
     x_size: Sequence[int],
     weight_size: Sequence[int],
     stride: Sequence[int],
@@ -615,34 +616,32 @@ def describe_kernel(
     *,
     tf32: bool,
     capability: int,
-) -> str:
-    """The tile menu's choice for a convolution, "family/target/tile", on a GPU of compute capability `capability`
-    (major * 10 + minor). A host function: needs the compiled library, not a GPU.
+) -> Any:
+    if not LIBRARY.loaded:
+        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no menu of kernels: {LIBRARY.reason}")
+    query = (x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability)
+    return getattr(_ops, op).default(*query)
+
+
+def describe_kernel(*args: Any, **query: Any) -> str:
+    """The tile menu's choice for a convolution, "family/target/tile". A host function: needs the compiled library, not
+    a GPU.
+
+    Args:
+        x_size: (N, C, H, W). weight_size: (K, C / groups, R, S).
+        stride, padding, dilation: (height, width). groups: as in `conv_bn_act`.
+        dtype: the one that the convolution is computed in.
+        tf32: whether float32 may use TF32; by keyword.
+        capability: compute capability of the GPU, major * 10 + minor; by keyword.
 
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    if not LIBRARY.loaded:
-        raise RuntimeError(
-            f"yolo12_fastconv: no compiled library, so no kernel to describe: {LIBRARY.reason}"
-        )
-    return _ops.describe_kernel.default(
-        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
-    )
+    name: str = _ask_menu("describe_kernel", *args, **query)
+    return name
 
 
-def kernel_candidates(
-    x_size: Sequence[int],
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    dtype: torch.dtype,
-    *,
-    tf32: bool,
-    capability: int,
-) -> list[str]:
+def kernel_candidates(*args: Any, **query: Any) -> list[str]:
     """Names of the kernels that the tile menu weighs for a convolution, the best estimate first; arguments as
     `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most
     100.
@@ -650,27 +649,11 @@ def kernel_candidates(
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    if not LIBRARY.loaded:
-        raise RuntimeError(
-            f"yolo12_fastconv: no compiled library, so no kernels to choose among: {LIBRARY.reason}"
-        )
-    return _ops.kernel_candidates.default(
-        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
-    )
+    names: list[str] = _ask_menu("kernel_candidates", *args, **query)
+    return names
 
 
-def describe_gradients(
-    x_size: Sequence[int],
-    weight_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    dtype: torch.dtype,
-    *,
-    tf32: bool,
-    capability: int,
-) -> tuple[str, str]:
+def describe_gradients(*args: Any, **query: Any) -> tuple[str, str]:
     """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten".
 
     Arguments as `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also
@@ -680,11 +663,5 @@ def describe_gradients(
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    if not LIBRARY.loaded:
-        raise RuntimeError(
-            f"yolo12_fastconv: no compiled library, so no kernels to describe: {LIBRARY.reason}"
-        )
-    dgrad, wgrad = _ops.describe_gradients.default(
-        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
-    )
+    dgrad, wgrad = _ask_menu("describe_gradients", *args, **query)
     return dgrad, wgrad

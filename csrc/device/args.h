@@ -110,12 +110,12 @@ struct BatchNormStatsArgs {
   void* workspace;              // batch_norm_workspace_bytes()
 };
 
-// y = act((z - mean) / sqrt(var + eps) * gamma + beta) + residual; y (rows, channels), dense.
+// y = act((z + bias - mean) / sqrt(var + eps) * gamma + beta) + residual; y (rows, channels), dense; may be z.
 struct BatchNormActArgs {
   const void* z;
   int64_t rows;
   int channels;
-  Affine affine;                // gamma, beta, mean, var, eps
+  Affine affine;
   Act act;
   const void* residual;         // (rows, channels) with row stride residual_stride, or null
   int64_t residual_stride;

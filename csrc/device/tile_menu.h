@@ -12,7 +12,7 @@
 
 namespace yolo12_fastconv {
 
-enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwiseMma, kDepthwise, kStem, kDirect };
+enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwiseMma, kDepthwise, kStem, kDirect, kAten };
 
 // Block tile of the implicit GEMM: pixels x output channels x 16-byte chunks of (tap, input channel), the number of
 // tiles in flight and the one that is computed on, and how warps share it: pixels, channels, and the reduction.

@@ -10,6 +10,22 @@ namespace yolo12_fastconv {
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
+Tensor cudnn_convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32) {
+  std::array<StableIValue, 9> stack = {
+      from(x),
+      from(weight),
+      from(geometry.padding),
+      from(geometry.stride),
+      from(geometry.dilation),
+      from(geometry.groups),
+      from(false),  // benchmark: would choose by the clock
+      from(true),  // deterministic
+      from(allow_tf32),
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::cudnn_convolution", "", stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
 ConvGrads convolution_backward(const Tensor& grad_z, const Tensor& x, const Tensor& weight, bool has_bias,
                                const Geometry& geometry, const std::vector<bool>& wanted) {
   std::optional<std::vector<int64_t>> bias_sizes;

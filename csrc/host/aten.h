@@ -11,6 +11,10 @@ struct ConvGrads {
   Tensor x, weight, bias;  // undefined where not asked for
 };
 
+// aten::cudnn_convolution: no bias, all in one dtype, channels_last if x is. The one entry to cuDNN that asks neither torch's
+// switches nor autocast: TF32 only if `allow_tf32`, and always an algorithm that is deterministic.
+Tensor cudnn_convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32);
+
 // aten::convolution_backward: gradients of a convolution's input, weight and bias from grad_z (N, K, P, Q), all in one
 // dtype. It follows torch's cuDNN switches (deterministic, benchmark, TF32) by itself.
 ConvGrads convolution_backward(const Tensor& grad_z, const Tensor& x, const Tensor& weight, bool has_bias,

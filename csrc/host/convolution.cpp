@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "aten.h"
 #include "device/kernels.h"
 
 namespace yolo12_fastconv {
@@ -109,6 +110,7 @@ ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64
 Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32)
     : x_(x),
       weight_(weight),
+      geometry_(geometry),
       shape_(conv_shape(sizes_of(x), sizes_of(weight), geometry)),
       dtype_(dtype),
       allow_tf32_(allow_tf32),
@@ -123,8 +125,12 @@ Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& 
 Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels) const {
   const ConvShape& s = shape_;
   const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
-  Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
-  if (y.numel() != 0) launch(choose(), affine, act, residual, y, pitch);
+  const auto allocate = [&] { return empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_); };
+  if (s.out_pixels() == 0 || s.out_channels == 0) return allocate();
+  const KernelChoice choice = choose();
+  if (choice.family == Family::kAten) return run_aten(affine, act, residual);
+  const Tensor y = allocate();
+  launch(choice, affine, act, residual, y, pitch);
   return y;
 }
 
@@ -144,7 +150,8 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
   // Depthwise kernels write dense rows only. The others need whole chunks: tensor maps store 16 bytes at least, so the
   // last channels of an odd width would reach into the neighbour's.
   const bool chunks = s.out_channels % (16 / size_of(dtype_)) == 0 && has_aligned_rows(out, dtype_);
-  const bool direct = is_row_matrix(out) && chunks && !(depthwise && pitch != s.out_channels);
+  const bool direct = is_row_matrix(out) && chunks && !(depthwise && pitch != s.out_channels) &&
+                      choice.family != Family::kAten;
   if (direct) {
     launch(choice, affine, act, residual, out, pitch);
   } else {
@@ -183,6 +190,7 @@ void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act a
     case Family::kDepthwise: run_depthwise(args, choice); break;
     case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
+    case Family::kAten: break;
   }
 }
 
@@ -205,14 +213,19 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) c
   const bool ready = dtype_of(weight_.scalar_type()) == dtype_ && padded == s.in_channels && w.c == 1 &&
                      w.n == taps * padded && (taps == 1 || (w.w == padded && w.h == int64_t(s.kernel_w) * padded)) &&
                      reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 16 == 0;
-  if (!ready) {
+  // Rows of an odd number of channels, as they are, where the kernel takes them.
+  const bool loose = sm90 && !ready && sm90_takes_loose_weights(s, choice.sm90) && padded != s.in_channels &&
+                     dtype_of(weight_.scalar_type()) == dtype_ && w.c == 1 && w.n == s.in_channels &&
+                     reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 8 == 0;
+  if (!ready && !loose) {
     weight = empty_channels_last(weight_, s.out_channels, padded, s.kernel_h, s.kernel_w, dtype_);
     pack({weight_.const_data_ptr(), dtype_of(weight_.scalar_type()), w, weight.mutable_data_ptr(), dtype_,
           s.out_channels, s.in_channels, s.kernel_h, s.kernel_w, padded},
          stream_);
     args.weight = weight.const_data_ptr();
   }
-  args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
+  const int64_t row = loose ? s.in_channels : padded;
+  args.weight_strides = {taps * row, 1, s.kernel_w * row, row};
   if (sm90) {
     implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
   } else {
@@ -245,6 +258,29 @@ void Convolution::run_stem(ConvArgs args) const {
 
 void Convolution::run_direct(ConvArgs args) const {
   direct(args, dtype_of(x_.scalar_type()), dtype_of(weight_.scalar_type()), dtype_, stream_);
+}
+
+// cuDNN's convolution, and what follows it in one pass over its result, in place.
+Tensor Convolution::run_aten(const Affine& affine, Act act, const OptionalTensor& residual) const {
+  const Tensor z = cudnn_convolution(cast_x(), cast_weight(), geometry_, allow_tf32_);
+  const Tensor y = dense_rows(z, dtype_, stream_);
+  const bool bare = affine.bias.data == nullptr && affine.mean.data == nullptr;
+  if (bare && act == Act::kIdentity && !residual.has_value()) return y;
+  BatchNormActArgs args = {};
+  args.z = y.const_data_ptr();
+  args.rows = shape_.out_pixels();
+  args.channels = shape_.out_channels;
+  args.affine = affine;
+  args.act = act;
+  args.y = y.mutable_data_ptr();
+  Tensor rows;  // keeps a copied residual alive until the launch
+  if (residual.has_value()) {
+    rows = residual_rows(*residual, shape_, dtype_, x_, stream_);
+    args.residual = rows.const_data_ptr();
+    args.residual_stride = row_stride(rows);
+  }
+  batch_norm_act(args, dtype_, stream_);
+  return y;
 }
 
 Tensor Convolution::cast_x() const {

@@ -47,8 +47,10 @@ class Convolution {
   void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;
   void run_direct(ConvArgs args) const;
+  Tensor run_aten(const Affine& affine, Act act, const OptionalTensor& residual) const;
 
   Tensor x_, weight_;
+  Geometry geometry_;
   ConvShape shape_;
   DType dtype_;
   bool allow_tf32_;

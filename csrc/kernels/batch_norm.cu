@@ -250,7 +250,7 @@ struct NormTable {
 
   __device__ __forceinline__ void set(int i, const Affine& affine, int channel) {
     const bool normed = affine.mean.data != nullptr;
-    mean[i] = load_channel<Acc>(affine.mean, channel, Acc(0));
+    mean[i] = load_channel<Acc>(affine.mean, channel, Acc(0)) - load_channel<Acc>(affine.bias, channel, Acc(0));
     scale[i] = normed ? load_channel<Acc>(affine.gamma, channel, Acc(1)) * invstd_of<Acc>(affine, channel) : Acc(1);
     beta[i] = normed ? load_channel<Acc>(affine.beta, channel, Acc(0)) : Acc(0);
   }
