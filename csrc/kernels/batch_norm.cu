@@ -36,8 +36,11 @@ constexpr int kUnroll = 4;
 // Blocks for the sums: those that an H200 holds at once, as many as its registers allow. A second round would begin when
 // the first is over and repeat the sums over a block's threads. Element-wise kernels have nothing to sum: more, so that
 // none is the last for long.
-constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kSumBlocks = 132 * kBlocksPerMultiprocessor, kElementBlocks = 4096;
+constexpr int kStatsResident = 4, kPassResident = 4;  // blocks per multiprocessor
+// Bytes of a word. The passes that normalise keep up to five values per channel: for eight channels those would leave no
+// registers for the loads in flight.
+constexpr int kStatsBytes = 16, kPassBytes = 8;
+constexpr int kStatsBlocks = 132 * kStatsResident, kBackwardBlocks = 132 * kPassResident, kElementBlocks = 4096;
 
 // How a matrix is cut into blocks. Block index = segment * chunks + chunk.
 struct RowGrid {
@@ -212,8 +215,7 @@ __device__ __forceinline__ Acc finite_origin(Acc value) {
 // do as the origin: it may lie several deviations off, and its square cost up to 1.4e-6 of the variance in float, over 35
 // rows with a zero-padded corner first.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void stats_kernel(const BatchNormStatsArgs a,
-                                                                                   const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const BatchNormStatsArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
   __shared__ Scratch<Acc, kLanes> scratch;
   __shared__ Acc origins[kBlockChannels];
@@ -437,7 +439,7 @@ __device__ __forceinline__ void multiply_by_gradient(Accumulator<T> (&grad)[kLan
 }
 
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
   using Word = Lanes<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
@@ -508,8 +510,8 @@ __device__ __forceinline__ void differentiate(const GradWords<T, kLanes>& words,
 
 // Sums of du and of du * (z - mean) per segment; the factor invstd of xhat waits for the second launch.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void backward_sums_kernel(
-    const BatchNormBackwardArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(const BatchNormBackwardArgs a,
+                                                                                    const RowGrid g) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
@@ -563,7 +565,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const Batch
 
 // grad_z = scale * du - (offset + slope * (z - mean)), offset and slope from the sums; both 0 for fixed statistics.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void backward_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
@@ -626,24 +628,24 @@ __global__ __launch_bounds__(1024) void running_stats_kernel(const RunningStatsA
   }
 }
 
-// Calls launch(TypeTag<T>, std::integral_constant<int, lanes>): words of 16 bytes, or single elements.
-template <class Launch>
+// Calls launch(TypeTag<T>, std::integral_constant<int, lanes>): words of kBytes, or single elements.
+template <int kBytes, class Launch>
 void with_lanes(DType dtype, bool words, Launch&& launch) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (words) {
-      launch(tag, std::integral_constant<int, kLanesOf16Bytes<T>>{});
+      launch(tag, std::integral_constant<int, kBytes / static_cast<int>(sizeof(T))>{});
     } else {
       launch(tag, std::integral_constant<int, 1>{});
     }
   });
 }
 
-bool words_fit(DType dtype, int channels, std::initializer_list<const void*> pointers,
+bool words_fit(int bytes, DType dtype, int channels, std::initializer_list<const void*> pointers,
                std::initializer_list<int64_t> strides) {
-  const int lanes = 16 / size_of(dtype);
+  const int lanes = bytes / size_of(dtype);
   return channels % lanes == 0 &&
-         std::all_of(pointers.begin(), pointers.end(), [](const void* p) { return is_aligned(p, 16); }) &&
+         std::all_of(pointers.begin(), pointers.end(), [&](const void* p) { return is_aligned(p, bytes); }) &&
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return stride % lanes == 0; });
 }
 
@@ -654,21 +656,22 @@ unsigned int finish_blocks_of(const RowGrid& g) { return ceil_div(g.chunks * g.c
 
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype) {
   const auto partials = [&](int lanes) {
-    const RowGrid g = cut_rows(rows, channels, lanes, kSumBlocks);
+    const RowGrid g = cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kBackwardBlocks));
     return int64_t(2) * g.segments * g.chunks * g.columns();
   };
-  const int words = 16 / size_of(dtype);  // whether words fit depends on pointers too: room for either cut
-  return std::max(partials(words), partials(1)) * (dtype == DType::kFloat64 ? 8 : 4);
+  // Whether words fit depends on pointers too: room for either cut.
+  const int size = size_of(dtype);
+  return std::max({partials(kStatsBytes / size), partials(kPassBytes / size), partials(1)}) * (dtype == DType::kFloat64 ? 8 : 4);
 }
 
 void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* running, DType dtype, cudaStream_t stream) {
   // A cumulative average needs the counter before it needs the average.
   const bool together = running != nullptr && running->momentum >= 0;
   const RunningStatsArgs moved = together ? *running : RunningStatsArgs{};
-  with_lanes(dtype, words_fit(dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
+  with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kSumBlocks);
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks);
     launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
     launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
                                                           kFinishThreads, 0, stream, a, g, moved);
@@ -678,8 +681,8 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
 
 void batch_norm_act(const BatchNormActArgs& a, DType dtype, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride});
-  with_lanes(dtype, words, [&](auto tag, auto lanes) {
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride});
+  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
     const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kElementBlocks);
@@ -691,12 +694,12 @@ void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream
   if (a.batch_stats && (a.grad_beta == nullptr || a.grad_gamma == nullptr || a.affine.mean.data == nullptr)) {
     fail("batch_norm_backward: batch statistics need mean, grad_beta and grad_gamma");
   }
-  const bool words = words_fit(dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
-  with_lanes(dtype, words, [&](auto tag, auto lanes) {
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
+  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
     if (a.grad_beta != nullptr && a.grad_gamma != nullptr) {
-      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kSumBlocks);
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kBackwardBlocks);
       launch_dependent<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", blocks_of(g), kThreads, 0, stream,
                                                         a, g);
       launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
