@@ -8,6 +8,7 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
   m.impl("conv_bn_act", TORCH_BOX(&yolo12_fastconv::conv_bn_act));
   m.impl("conv_bn_act_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_backward));
   m.impl("conv_bn_act_train", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train));
+  m.impl("conv_bn_act_train_", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_));
   m.impl("conv_bn_act_train_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_backward));
   m.impl("update_running_stats_", TORCH_BOX(&yolo12_fastconv::update_running_stats_));
 }
