@@ -149,6 +149,9 @@ def assert_same_buffers(ours: nn.Module, stock: nn.Module, tolerance: float) -> 
             assert torch.equal(mine, theirs[name]), name
 
 
+FORWARD_OPS = ("conv_bn_act", "conv_bn_act_train", "conv_bn_act_train_")
+
+
 class OpLog(TorchDispatchMode):
     """Records the names of dispatched ops: ``with OpLog() as log: ...; log.fused``."""
 
@@ -163,7 +166,7 @@ class OpLog(TorchDispatchMode):
     @property
     def fused(self) -> int:
         """Number of calls of the plugin's forward ops."""
-        forward = (f"{NAMESPACE}.conv_bn_act.default", f"{NAMESPACE}.conv_bn_act_train.default")
+        forward = {f"{NAMESPACE}.{name}.default" for name in FORWARD_OPS}
         return sum(name in forward for name in self.names)
 
 

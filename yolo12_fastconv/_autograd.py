@@ -16,10 +16,35 @@ from yolo12_fastconv import reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_is_deterministic = torch._C._get_deterministic_algorithms
+_fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
+_set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
 
 # Positions of the differentiable arguments, the same in both forward ops; the residual comes after them.
 _DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
 _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
+# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow.
+_TRAIN_ARGUMENTS = 14
+
+
+def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """``op(*arguments)`` below autograd, and without torch's filling of the memory that the op allocates.
+
+    Under ``torch.use_deterministic_algorithms(True)`` torch fills every uninitialised tensor with NaN, so that reading
+    it gives the same result each time (``torch.utils.deterministic.fill_uninitialized_memory``). The ops write all of
+    what they allocate before they read it, and those fills took a tenth of the GPU time of a training step. The switch
+    is one for all threads: while an op runs, tensors that another thread allocates are not filled either. It is put back
+    on by whoever found it on.
+    """
+    if not (_is_deterministic() and _fills_memory()):
+        with _BelowAutograd():
+            return op(*arguments)
+    _set_fills_memory(False)
+    try:
+        with _BelowAutograd():
+            return op(*arguments)
+    finally:
+        _set_fills_memory(True)
 
 
 def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
@@ -31,15 +56,19 @@ def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
 def conv_bn_act(*arguments: Any) -> Tensor:
     if _needs_grad(arguments, _RESIDUAL["conv_bn_act"]):
         return _Inference.apply(*arguments)
-    with _BelowAutograd():
-        return _ops.conv_bn_act.default(*arguments)
+    return call_op(_ops.conv_bn_act.default, arguments)
 
 
 def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
         return _Training.apply(*arguments)
-    with _BelowAutograd():
-        return _ops.conv_bn_act_train.default(*arguments)
+    return call_op(_ops.conv_bn_act_train.default, arguments)
+
+
+def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
+        return _Training.apply(*arguments)
+    return call_op(_ops.conv_bn_act_train_.default, arguments)
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -53,8 +82,7 @@ def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
 class _Inference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        with _BelowAutograd():
-            y = _ops.conv_bn_act.default(*arguments)
+        y = call_op(_ops.conv_bn_act.default, arguments)
         x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *ctx.geometry = arguments
         # Copies: training may move the running statistics before this call is differentiated.
         statistics = (None, None) if mean is None else (mean.clone(), var.clone())
@@ -75,8 +103,9 @@ class _Inference(torch.autograd.Function):
 
             grads = _differentiable_grads(inputs, wanted, grad_y, forward)
         else:
-            out = _ops.conv_bn_act_backward.default(
-                grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
+            out = call_op(
+                _ops.conv_bn_act_backward.default,
+                (grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted),
             )
             grads = _asked_for(out, wanted)
         return (
@@ -90,23 +119,28 @@ class _Inference(torch.autograd.Function):
 
 
 class _Training(torch.autograd.Function):
+    """Of both training ops: the functional one, and with more arguments the one that moves the running statistics."""
+
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with _BelowAutograd():
-            y, z, mean, var = _ops.conv_bn_act_train.default(*arguments)
-        x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *ctx.geometry = arguments
-        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var)
-        ctx.mark_non_differentiable(z, mean, var)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        moves = len(arguments) > _TRAIN_ARGUMENTS
+        op = _ops.conv_bn_act_train_.default if moves else _ops.conv_bn_act_train.default
+        outputs = call_op(op, arguments)
+        y, z, mean, var, *cast = outputs
+        x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *ctx.geometry = arguments[:_TRAIN_ARGUMENTS]
+        cast_weight = cast[0] if cast and cast[0].numel() else None
+        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
+        ctx.mark_non_differentiable(z, mean, var, *cast)
         ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return y, z, mean, var
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
-        nothing = [None] * len(ctx.geometry)
+        arguments = len(ctx.needs_input_grad)
         if grad_y is None:
-            return (*[None] * 7, *nothing)
-        x, weight, bias, bn_weight, bn_bias, z, mean, var = ctx.saved_tensors
+            return (None,) * arguments
+        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
         if torch.is_grad_enabled():  # create_graph=True
 
@@ -117,11 +151,17 @@ class _Training(torch.autograd.Function):
 
             grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
         else:
-            out = _ops.conv_bn_act_train_backward.default(
-                grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted
-            )
+            out = call_op(
+                _ops.conv_bn_act_train_backward.default,
+                (
+                    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted,
+                    cast_weight,
+                ),
+            )  # fmt: skip
             grads = _asked_for(out, wanted)
-        return (*grads, None, _residual_grad(ctx, grad_y, _RESIDUAL["conv_bn_act_train"]), *nothing)
+        residual = _RESIDUAL["conv_bn_act_train"]
+        nothing = [None] * (arguments - residual - 1)
+        return (*grads, None, _residual_grad(ctx, grad_y, residual), *nothing)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
@@ -150,8 +190,7 @@ def _differentiable_grads(
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
-        with _BelowAutograd():
-            return op(*arguments)
+        return call_op(op, arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -166,5 +205,4 @@ def _once_differentiable(
 ) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return _OnceDifferentiable.apply(op, *arguments)
-    with _BelowAutograd():
-        return op(*arguments)
+    return call_op(op, arguments)

@@ -96,14 +96,11 @@ class FastConv(StockPickle, Conv):
             return act(bn(conv(x)))
         fused = _FUSED_ACTIVATIONS.get(type(act))
         if batch_statistics:
-            y, batch_mean, batch_var = ops.conv_bn_act_train(
+            moves = bn.training and bn.track_running_stats and mean is not None
+            y, _, _ = ops.conv_bn_act_train(
                 x, weight, bias, gamma, beta, bn.eps, None, conv.stride, conv.padding, conv.dilation, conv.groups,
-                fused or "identity",
+                fused or "identity", ops.RunningStats(mean, var, counter, bn.momentum) if moves else None,
             )  # fmt: skip
-            if bn.training and bn.track_running_stats and mean is not None:
-                count = y.numel() // y.shape[1]
-                ops.update_running_stats_(mean, var, counter, batch_mean, batch_var, bn.momentum, count)
-                _save_something(y)
         else:
             y = ops.conv_bn_act(
                 x, weight, bias, ops.BatchNormState(gamma, beta, mean, var, bn.eps), None, conv.stride, conv.padding,
@@ -288,18 +285,6 @@ def _single_value_reason(conv: Any, weight: Tensor, x: Tensor) -> str | None:
         if spare // conv.stride[axis] != 0:
             return None
     return "batch statistics of one value per channel"
-
-
-def _save_something(y: Tensor) -> None:
-    # A recomputation by `torch.utils.checkpoint` ends at the last tensor that the segment saved for backward. Stock
-    # saves one, for the activation, after its statistics have moved; without one, ours would not move again in a
-    # segment's last block. It has no elements, and only saved-tensor hooks see it.
-    if (
-        y.requires_grad
-        and not torch.compiler.is_compiling()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    ):
-        y[:0].sin()
 
 
 def _require_kernel(block: FastConv, x: Tensor, reason: str | None) -> None:

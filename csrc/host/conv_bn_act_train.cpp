@@ -13,7 +13,8 @@ namespace yolo12_fastconv {
 namespace {
 
 struct TrainOutputs {
-  Tensor y, z, mean, var, packed_weight;
+  Tensor y, z, mean, var;
+  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already
 };
 
 // running_mean may be absent; then nothing is moved.
@@ -23,7 +24,10 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      const OptionalTensor& num_batches_tracked, std::optional<double> momentum) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
+  TrainOutputs out;
+  const bool casts = weight.scalar_type() != dtype;
+  if (casts) out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
+  const Convolution convolution(x, casts ? out.cast_weight : weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
   const DType type = convolution.dtype();
   const cudaStream_t stream = convolution.stream();
@@ -31,7 +35,6 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
     fail("training needs more than 1 value per channel, got an output of ", s.batch, "x", s.out_channels, "x", s.out_h,
          "x", s.out_w);
   }
-  TrainOutputs out;
   const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   out.mean = empty_vector(x, s.out_channels, sum_dtype);
   out.var = empty_vector(x, s.out_channels, sum_dtype);
@@ -47,7 +50,7 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   args.affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
   args.affine.beta = channel_vector(bn_bias, "bn_bias", s.out_channels, x, keep_alive);
   args.act = act_of(act);
-  out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt, false, &out.packed_weight);
+  out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
 
   const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
   batch_norm_stats({out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
@@ -74,11 +77,11 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   return out;
 }
 
-void check_packed(const Tensor& packed, const Tensor& weight, ScalarType dtype) {
-  const auto have = packed.sizes(), wanted = weight.sizes();
-  if (packed.scalar_type() != dtype || packed.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
-      !packed.is_cuda() || packed.get_device_index() != weight.get_device_index()) {
-    fail("packed_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
+void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype) {
+  const auto have = cast.sizes(), wanted = weight.sizes();
+  if (cast.scalar_type() != dtype || cast.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
+      !cast.is_cuda() || cast.get_device_index() != weight.get_device_index()) {
+    fail("cast_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
   }
 }
 
@@ -104,20 +107,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
   const TrainOutputs out =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
               allow_tf32, running_mean, running_var, num_batches_tracked, momentum);
-  const bool packed = out.packed_weight.defined();
-  return {out.y, out.z, out.mean, out.var, packed ? out.packed_weight : empty_vector(x, 0, dtype_of(dtype))};
+  const bool casts = out.cast_weight.defined();
+  return {out.y, out.z, out.mean, out.var, casts ? out.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }
 
 Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
-                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor packed_weight) {
+                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Geometry geometry = {stride, padding, dilation, groups};
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
-  if (packed_weight.has_value()) check_packed(*packed_weight, weight, dtype);
+  if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
   std::vector<Tensor> keep_alive;
   Affine affine;
   affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
@@ -128,7 +131,7 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
   return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, packed_weight}, output_mask);
+                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight}, output_mask);
 }
 
 }  // namespace yolo12_fastconv

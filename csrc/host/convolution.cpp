@@ -131,8 +131,7 @@ Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& 
   dtype_of(weight.scalar_type());
 }
 
-Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels,
-                        Tensor* packed) const {
+Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels) const {
   const ConvShape& s = shape_;
   const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
   Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
@@ -159,16 +158,16 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   const KernelChoice choice = choose_kernel({s, dtype_, allow_tf32_, capability_of(x_)});
   switch (choice.family) {
     case Family::kImplicitGemm:
-    case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice, packed); break;
+    case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
     case Family::kDepthwiseMma:
-    case Family::kDepthwise: run_depthwise(args, choice, packed); break;
+    case Family::kDepthwise: run_depthwise(args, choice); break;
     case Family::kStem: run_stem(args); break;
     case Family::kDirect: run_direct(args); break;
   }
   return y;
 }
 
-void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, Tensor* packed) const {
+void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const {
   const ConvShape& s = shape_;
   const int padded = round_up(s.in_channels, 16 / size_of(dtype_));
   Tensor x = x_, weight = weight_;
@@ -193,7 +192,6 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, T
           s.out_channels, s.in_channels, s.kernel_h, s.kernel_w, padded},
          stream_);
     args.weight = weight.const_data_ptr();
-    if (packed != nullptr && padded == s.in_channels) *packed = weight;
   }
   args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
   if (sm90) {
@@ -203,10 +201,8 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, T
   }
 }
 
-void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice, Tensor* packed) const {
-  const bool ready = dtype_of(weight_.scalar_type()) == dtype_;
-  const Tensor x = cast_x(), weight = ready ? weight_ : cast_weight();
-  if (packed != nullptr && !ready) *packed = weight;
+void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice) const {
+  const Tensor x = cast_x(), weight = dtype_of(weight_.scalar_type()) == dtype_ ? weight_ : cast_weight();
   args.x = x.const_data_ptr();
   args.x_strides = strides_of(x);
   args.weight = weight.const_data_ptr();

@@ -23,10 +23,8 @@ class Convolution {
   Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32);
 
   // y = act(conv(x, weight) * scale + shift) + residual, channels_last, in the compute dtype. pad_pixels: pixels of y may
-  // begin at aligned addresses, with gaps between them. packed: receives the weight as cast_weight() would return it where
-  // the kernel needed such a copy, for the backward pass.
-  Tensor run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels = false,
-             Tensor* packed = nullptr) const;
+  // begin at aligned addresses, with gaps between them.
+  Tensor run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels = false) const;
 
   // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
   Tensor cast_x() const;
@@ -38,8 +36,8 @@ class Convolution {
   cudaStream_t stream() const { return stream_; }
 
  private:
-  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice, Tensor* packed) const;
-  void run_depthwise(ConvArgs args, const KernelChoice& choice, Tensor* packed) const;
+  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
+  void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;
   void run_direct(ConvArgs args) const;
 

@@ -118,7 +118,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   ConvGrads grads;
   if (conv_wanted) {
     const Tensor cast_x = convolution.cast_x();
-    const Tensor cast_weight = in.packed_weight.has_value() ? *in.packed_weight : convolution.cast_weight();
+    const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
     // cuDNN's weight gradients are less exact than the error rule allows in the cases that we have kernels for.
     const bool own = wanted[kGradWeight] && has_wgrad(s, dtype, convolution.allow_tf32());
     const std::vector<bool> others = {wanted[kGradX], wanted[kGradWeight] && !own, wanted[kGradBias]};
