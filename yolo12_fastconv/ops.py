@@ -213,7 +213,9 @@ def conv_bn_act_train(
         x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups,
         ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
     )  # fmt: skip
-    if torch.compiler.is_compiling():  # an op that takes part in a graph's autograd writes to none of its inputs
+    if (
+        torch.compiler.is_compiling()
+    ):  # an op that takes part in a graph's autograd writes to none of its inputs
         y, _z, mean, var = _ops.conv_bn_act_train.default(*arguments)
         if running is not None:
             update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])

@@ -34,13 +34,13 @@ constexpr int kThreads = 256;
 // Rows in flight per thread.
 constexpr int kUnroll = 4;
 // Blocks for the sums: those that an H200 holds at once, as many as its registers allow. A second round would begin when
-// the first is over and repeat the sums over a block's threads. Element-wise kernels have nothing to sum: more, so that
-// none is the last for long.
+// the first is over and repeat the sums over a block's threads. Element-wise kernels have nothing to sum: three rounds, so
+// that none is the last for long (4096 blocks were 3 % slower).
 constexpr int kStatsResident = 4, kPassResident = 4;  // blocks per multiprocessor
 // Bytes of a word. The passes that normalise keep up to five values per channel: for eight channels those would leave no
 // registers for the loads in flight.
 constexpr int kStatsBytes = 16, kPassBytes = 8;
-constexpr int kStatsBlocks = 132 * kStatsResident, kBackwardBlocks = 132 * kPassResident, kElementBlocks = 4096;
+constexpr int kStatsBlocks = 132 * kStatsResident, kBackwardBlocks = 132 * kPassResident, kElementBlocks = 12 * 132;
 
 // How a matrix is cut into blocks. Block index = segment * chunks + chunk.
 struct RowGrid {
@@ -93,6 +93,7 @@ __device__ __forceinline__ RowRange range_of(const RowGrid& g, bool backwards) {
   r.row = r.segment_row + thread / g.across;
   r.end = min(g.rows, r.segment_row + g.segment_rows);
   r.active = thread < g.across * g.down && r.channel < g.channels;
+  if (!r.active) r.end = r.row;
   return r;
 }
 
@@ -117,6 +118,31 @@ __device__ __forceinline__ void for_rows(int64_t row, int64_t end, int step, Loa
   for (int i = 0; i < kCount - 1; ++i) {
     if (row + i * step < end) use(row + i * step, values[i]);
   }
+}
+
+// The first rows of a thread, asked for before the block knows its per-channel values.
+template <class Value>
+struct Ahead {
+  Value values[kUnroll];
+
+  template <class Load>
+  __device__ __forceinline__ Ahead(int64_t row, int64_t end, int step, Load&& load) {
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (row + i * step < end) values[i] = load(row + i * step);
+    }
+  }
+};
+
+// As for_rows, from the rows that are there already.
+template <class Value, class Load, class Use>
+__device__ __forceinline__ void for_rows(const Ahead<Value>& ahead, int64_t row, int64_t end, int step, Load&& load,
+                                         Use&& use) {
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    if (row + i * step < end) use(row + i * step, ahead.values[i]);
+  }
+  for_rows(row + kUnroll * step, end, step, load, use);
 }
 
 // Two sums of one column.
@@ -223,7 +249,7 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   const RowRange r = range_of<kLanes>(g, false);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   Acc mean[kLanes] = {}, squares[kLanes] = {};
-  const int rows = !r.active || r.row >= r.end ? 0 : static_cast<int>((r.end - r.row + g.down - 1) / g.down);
+  const int rows = r.row >= r.end ? 0 : static_cast<int>((r.end - r.row + g.down - 1) / g.down);
   wait_for_earlier_kernels();
   if (rows > 0) {
     const auto load = [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); };
@@ -279,47 +305,58 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   }
   const Column<Acc> column = sum_down<kLanes>(g, sum, squares, scratch);
   if (!column.active) return;
-  const Acc share = column.sums.first / static_cast<Acc>(r.end - r.segment_row);
+  const int64_t count = min(g.rows - r.segment_row, g.segment_rows);
+  const Acc share = column.sums.first / static_cast<Acc>(count);
   Partials<Acc>::at(a.workspace, g).store(g, r.segment, column, origins[column.index] + share,
                                           column.sums.second - column.sums.first * share);
 }
 
-// 32 columns x 32 segments at a time; 8 loads in flight per thread take all segments of most matrices.
-constexpr int kFinishAcross = 32, kFinishDown = 32, kFinishThreads = kFinishAcross * kFinishDown, kFinishUnroll = 8;
+// 8 columns, which are one sector of floats, x 64 segments at a time, and 8 loads in flight per thread: all segments of
+// most matrices. Narrow blocks spread over more multiprocessors, and fit beside the blocks that they wait for.
+constexpr int kFinishAcross = 8, kFinishDown = 64, kFinishThreads = kFinishAcross * kFinishDown, kFinishUnroll = 8;
+constexpr int kFinishWarps = kFinishThreads / 32;
+static_assert(32 % kFinishAcross == 0 && kFinishWarps >= kFinishAcross && 32 % kFinishWarps == 0);
 
-// The sums over all segments of what use(segment, partials) adds, for the column that the thread belongs to afterwards:
-// a warp's own. Called by whole blocks.
+// The sums over all segments of what use(segment, partials, sums) adds, for the column with the number of the thread's
+// warp: in the first warps afterwards, and in a fixed order. Called by whole blocks.
 template <class Acc, class Use>
 __device__ __forceinline__ Sums<Acc> sum_segments(const RowGrid& g, const Partials<Acc>& in, Use&& use) {
-  __shared__ Acc scratch[2][kFinishDown][kFinishAcross + 1];
-  const int x = threadIdx.x % kFinishAcross, y = threadIdx.x / kFinishAcross;
+  __shared__ Acc scratch[2][kFinishAcross][kFinishWarps + 1];
+  const int x = threadIdx.x % kFinishAcross, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * kFinishAcross + x;
   Sums<Acc> mine = {};
+  const auto add_lanes = [&](int from, int to) {
+    for (int apart = from; apart < to; apart *= 2) {
+      mine.first += __shfl_xor_sync(0xffffffffu, mine.first, apart);
+      mine.second += __shfl_xor_sync(0xffffffffu, mine.second, apart);
+    }
+  };
   if (column < in.columns) {
     for_rows<kFinishUnroll>(
-        y, g.segments, kFinishDown,
+        threadIdx.x / kFinishAcross, g.segments, kFinishDown,
         [&](int64_t segment) {
           const int64_t i = segment * in.columns + column;
           return Sums<Acc>{in.first[i], in.second[i]};
         },
-        [&](int64_t segment, const Sums<Acc>& partial) { use(segment, column, partial, mine); });
+        [&](int64_t segment, const Sums<Acc>& partial) { use(segment, partial, mine); });
   }
-  scratch[0][y][x] = mine.first;
-  scratch[1][y][x] = mine.second;
+  add_lanes(kFinishAcross, 32);
+  if (lane < kFinishAcross) {
+    scratch[0][x][warp] = mine.first;
+    scratch[1][x][warp] = mine.second;
+  }
   __syncthreads();
-  mine = {scratch[0][x][y], scratch[1][x][y]};
-  for (int apart = 1; apart < 32; apart *= 2) {
-    mine.first += __shfl_xor_sync(0xffffffffu, mine.first, apart);
-    mine.second += __shfl_xor_sync(0xffffffffu, mine.second, apart);
-  }
+  mine = {};
+  if (warp < kFinishAcross && lane < kFinishWarps) mine = {scratch[0][warp][lane], scratch[1][warp][lane]};
+  add_lanes(1, kFinishWarps);
   return mine;
 }
 
-// The channel whose sums the calling thread's warp has after sum_segments; past the matrix if it has none.
+// The channel whose sums the calling thread has after sum_segments; past the matrix if none.
 __device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
-  const int column = blockIdx.x * kFinishAcross + threadIdx.x / kFinishAcross;
-  return column < g.chunks * g.columns() ? channel_of_column(g, column / g.columns(), column % g.columns())
-                                         : g.channels;
+  const int warp = threadIdx.x / 32, column = blockIdx.x * kFinishAcross + warp;
+  if (threadIdx.x % 32 != 0 || warp >= kFinishAcross || column >= g.chunks * g.columns()) return g.channels;
+  return channel_of_column(g, column / g.columns(), column % g.columns());
 }
 
 template <class Acc>
@@ -344,7 +381,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
                                                                       const RunningStatsArgs running) {
   const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
   const int channel = channel_after_sum(g);
-  const bool writes = threadIdx.x % kFinishAcross == 0 && channel < g.channels;
+  const bool writes = channel < g.channels;
   let_later_kernels_start();
   wait_for_earlier_kernels();
   Acc old_mean = 0, old_var = 0;  // asked for before the sums, which take as long to come
@@ -354,11 +391,11 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
   }
   // Of the warp's own column afterwards, of the thread's before.
   const int before = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
-  const int after = blockIdx.x * kFinishAcross + threadIdx.x / kFinishAcross;
+  const int after = blockIdx.x * kFinishAcross + threadIdx.x / 32;
   const Acc origin = before < in.columns ? finite_origin(in.first[before]) : Acc(0);
-  const Acc own_origin = after < in.columns ? finite_origin(in.first[after]) : Acc(0);
+  const Acc own_origin = writes ? finite_origin(in.first[after]) : Acc(0);
   const Sums<Acc> sums =
-      sum_segments<Acc>(g, in, [&](int64_t segment, int, const Sums<Acc>& partial, Sums<Acc>& mine) {
+      sum_segments<Acc>(g, in, [&](int64_t segment, const Sums<Acc>& partial, Sums<Acc>& mine) {
         const Acc count = static_cast<Acc>(min(g.segment_rows, g.rows - segment * g.segment_rows));
         const Acc d = partial.first - origin;
         mine.first += count * d;
@@ -385,6 +422,27 @@ __device__ __forceinline__ Acc invstd_of(const Affine& affine, int channel) {
   return Acc(1) / sqrt(load_channel<Acc>(affine.var, channel, Acc(1)) + Acc(affine.eps));
 }
 
+// A channel's values. Vectors in Acc, as in every module under autocast, are loaded together: load_channel() branches on
+// the dtype, and four of them one after the other wait for memory four times.
+template <class Acc>
+struct ChannelValues {
+  Acc mean, var, gamma, beta;
+
+  __device__ __forceinline__ ChannelValues(const Affine& a, int channel) {
+    constexpr DType kOwn = std::is_same_v<Acc, double> ? DType::kFloat64 : DType::kFloat32;
+    const auto own = [](const ChannelVector& v) { return v.data == nullptr || v.dtype == kOwn; };
+    if (own(a.mean) && own(a.var) && own(a.gamma) && own(a.beta)) {
+      const auto load = [channel](const ChannelVector& v, Acc absent) {
+        return v.data != nullptr ? static_cast<const Acc*>(v.data)[channel] : absent;
+      };
+      mean = load(a.mean, Acc(0)), var = load(a.var, Acc(1)), gamma = load(a.gamma, Acc(1)), beta = load(a.beta, Acc(0));
+    } else {
+      mean = load_channel<Acc>(a.mean, channel, Acc(0)), var = load_channel<Acc>(a.var, channel, Acc(1));
+      gamma = load_channel<Acc>(a.gamma, channel, Acc(1)), beta = load_channel<Acc>(a.beta, channel, Acc(0));
+    }
+  }
+};
+
 // Per-channel values of a block in shared memory: each is computed once, by one thread, and read by `down` of them.
 // u = (z - mean) * scale + beta. With the mean subtracted first, a mean that dwarfs the spread costs nothing;
 // z * scale + shift would cancel.
@@ -394,9 +452,10 @@ struct NormTable {
 
   __device__ __forceinline__ void set(int i, const Affine& affine, int channel) {
     const bool normed = affine.mean.data != nullptr;
-    mean[i] = load_channel<Acc>(affine.mean, channel, Acc(0));
-    scale[i] = normed ? load_channel<Acc>(affine.gamma, channel, Acc(1)) * invstd_of<Acc>(affine, channel) : Acc(1);
-    beta[i] = normed ? load_channel<Acc>(affine.beta, channel, Acc(0)) : Acc(0);
+    const ChannelValues<Acc> of(affine, channel);
+    mean[i] = of.mean;
+    scale[i] = normed ? of.gamma * (Acc(1) / sqrt(of.var + Acc(affine.eps))) : Acc(1);
+    beta[i] = normed ? of.beta : Acc(0);
   }
 };
 
@@ -439,52 +498,45 @@ __device__ __forceinline__ void multiply_by_gradient(Accumulator<T> (&grad)[kLan
 }
 
 template <class T, int kLanes>
+struct ActWords {
+  Lanes<T, kLanes> z, residual;
+};
+
+template <class T, int kLanes>
 __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
-  using Word = Lanes<T, kLanes>;
+  using Words = ActWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
   let_later_kernels_start();
-  wait_for_earlier_kernels();
-  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   const RowRange r = range_of<kLanes>(g, true);
-  if (!r.active) return;
   const T* const z = static_cast<const T*>(a.z) + r.channel;
+  const T* const residual = static_cast<const T*>(a.residual) + r.channel;
   T* const y = static_cast<T*>(a.y) + r.channel;
+  const bool adds = a.residual != nullptr;
+  const auto load = [&](int64_t row) {
+    Words words = {load_lanes<kLanes>(z + row * g.channels), {}};
+    if (adds) words.residual = load_lanes<kLanes>(residual + row * a.residual_stride);
+    return words;
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
+  if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
-  const auto normalise = [&](Word word, Acc(&u)[kLanes]) {
-    widen(word, u);
+  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+    Acc u[kLanes];
+    widen(words.z, u);
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) u[c] = (u[c] - norm.mean[c]) * norm.scale[c] + norm.beta[c];
     activate_all<T>(u, a.act);
-  };
-  if (a.residual == nullptr) {
-    for_rows(
-        r.row, r.end, g.down, [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); },
-        [&](int64_t row, Word word) {
-          Acc u[kLanes];
-          normalise(word, u);
-          store_lanes(y + row * g.channels, narrow<T>(u));
-        });
-  } else {
-    const T* const residual = static_cast<const T*>(a.residual) + r.channel;
-    struct Words {
-      Word z, residual;
-    };
-    for_rows(
-        r.row, r.end, g.down,
-        [&](int64_t row) {
-          return Words{load_lanes<kLanes>(z + row * g.channels),
-                       load_lanes<kLanes>(residual + row * a.residual_stride)};
-        },
-        [&](int64_t row, const Words& words) {
-          Acc u[kLanes], more[kLanes];
-          normalise(words.z, u);
-          widen(words.residual, more);
+    if (adds) {
+      Acc more[kLanes];
+      widen(words.residual, more);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) u[c] += more[c];
-          store_lanes(y + row * g.channels, narrow<T>(u));
-        });
-  }
+      for (int c = 0; c < kLanes; ++c) u[c] += more[c];
+    }
+    store_lanes(y + row * g.channels, narrow<T>(u));
+  });
 }
 
 template <class T, int kLanes>
@@ -517,28 +569,27 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ Scratch<Acc, kLanes> scratch;
   let_later_kernels_start();
-  wait_for_earlier_kernels();
-  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   const RowRange r = range_of<kLanes>(g, false);
+  const T* const z = static_cast<const T*>(a.z) + r.channel;
+  const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
+  const auto load = [&](int64_t row) {
+    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   Acc sum[kLanes] = {}, weighted[kLanes] = {};
   if (r.active) {
-    const T* const z = static_cast<const T*>(a.z) + r.channel;
-    const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
     const Norm<Acc, kLanes> norm(table, r.local);
-    for_rows(
-        r.row, r.end, g.down,
-        [&](int64_t row) {
-          return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
-        },
-        [&](int64_t, const Words& words) {
-          Acc grad[kLanes], d[kLanes];
-          differentiate<T>(words, norm, a.act, grad, d);
+    for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t, const Words& words) {
+      Acc grad[kLanes], d[kLanes];
+      differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) {
-            sum[c] += grad[c];
-            weighted[c] += grad[c] * d[c];
-          }
-        });
+      for (int c = 0; c < kLanes; ++c) {
+        sum[c] += grad[c];
+        weighted[c] += grad[c] * d[c];
+      }
+    });
   }
   const Column<Acc> column = sum_down<kLanes>(g, sum, weighted, scratch);
   if (!column.active) return;
@@ -549,12 +600,12 @@ template <class Acc>
 __global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
   const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
   const int channel = channel_after_sum(g);
-  const bool writes = threadIdx.x % kFinishAcross == 0 && channel < g.channels;
+  const bool writes = channel < g.channels;
   let_later_kernels_start();
   wait_for_earlier_kernels();
   Acc invstd = 0;  // asked for before the sums, which take as long to come
   if (writes) invstd = invstd_of<Acc>(a.affine, channel);
-  const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int64_t, int, const Sums<Acc>& partial, Sums<Acc>& mine) {
+  const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int64_t, const Sums<Acc>& partial, Sums<Acc>& mine) {
     mine.first += partial.first;
     mine.second += partial.second;
   });
@@ -571,21 +622,27 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ __align__(16) Acc offsets[kBlockChannels], slopes[kBlockChannels];
   let_later_kernels_start();
-  wait_for_earlier_kernels();
-  fill_table<kLanes>(g, [&](int i, int channel) {
-    table.set(i, a.affine, channel);
-    offsets[i] = slopes[i] = Acc(0);
-    if (a.batch_stats) {
-      const Acc factor = table.scale[i] / static_cast<Acc>(g.rows);
-      offsets[i] = factor * static_cast<const Acc*>(a.grad_beta)[channel];
-      slopes[i] = factor * invstd_of<Acc>(a.affine, channel) * static_cast<const Acc*>(a.grad_gamma)[channel];
-    }
-  });
   const RowRange r = range_of<kLanes>(g, true);
-  if (!r.active) return;
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
   T* const grad_z = static_cast<T*>(a.grad_z) + r.channel;
+  const auto load = [&](int64_t row) {
+    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) {
+    Acc grad_beta = 0, grad_gamma = 0;
+    if (a.batch_stats) {
+      grad_beta = static_cast<const Acc*>(a.grad_beta)[channel];
+      grad_gamma = static_cast<const Acc*>(a.grad_gamma)[channel];
+    }
+    table.set(i, a.affine, channel);
+    const Acc factor = table.scale[i] / static_cast<Acc>(g.rows);
+    offsets[i] = a.batch_stats ? factor * grad_beta : Acc(0);
+    slopes[i] = a.batch_stats ? factor * invstd_of<Acc>(a.affine, channel) * grad_gamma : Acc(0);
+  });
+  if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
   Acc offset[kLanes], slope[kLanes];
 #pragma unroll
@@ -593,18 +650,13 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
     offset[c] = offsets[r.local + c];
     slope[c] = slopes[r.local + c];
   }
-  for_rows(
-      r.row, r.end, g.down,
-      [&](int64_t row) {
-        return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
-      },
-      [&](int64_t row, const Words& words) {
-        Acc grad[kLanes], d[kLanes];
-        differentiate<T>(words, norm, a.act, grad, d);
+  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+    Acc grad[kLanes], d[kLanes];
+    differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
-        for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
-        store_lanes(grad_z + row * g.channels, narrow<T>(grad));
-      });
+    for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
+    store_lanes(grad_z + row * g.channels, narrow<T>(grad));
+  });
 }
 
 // One block, because every channel needs the counter after its one increment.
