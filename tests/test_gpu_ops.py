@@ -243,7 +243,7 @@ def test_infinite_and_nan_inputs_reach_no_further_than_in_stock(cuda, case, prec
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_statistics_of_any_shape(cuda, precision, offset):
-    """Rows from 2 to many, channels of whole and of odd words; a mean that dwarfs the spread. The convolution copies x."""
+    """Rows from 2 to many, channels of whole and of odd words; a mean that dwarfs the spread. z is x."""
     dtype = op_checks.PRECISIONS[precision]
     eps = torch.finfo(dtype).eps
     problems = []

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from yolo12_fastconv import _aten, ops, reference
+from yolo12_fastconv import _aten, _autograd, ops, reference
 
 OPS = torch.ops.yolo12_fastconv
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -290,8 +290,8 @@ def op_calls(case: Case):
     yield (
         OPS.conv_bn_act_train_backward.default,
         (
-            grad_y.bfloat16(), x, weight, None, z.bfloat16(), mean, var, case.gamma, case.beta, 1e-3, *cast, False, mask,
-            weight.bfloat16(),
+            grad_y.bfloat16(), x, weight, None, z.bfloat16(), mean, var, case.gamma, case.beta, 1e-3, *cast, False,
+            mask, weight.bfloat16(),
         ),
     )  # fmt: skip
     yield (

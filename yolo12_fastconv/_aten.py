@@ -305,8 +305,9 @@ def _conv_grads(
     grad_bias: Tensor | None = None
     if any(output_mask[:3]):
         bias_sizes = None if bias is None else list(bias.shape)
+        cast_weight = weight.to(dtype) if cast_weight is None else cast_weight
         grad_x, grad_weight, grad_bias = aten.convolution_backward(
-            grad_z, x.to(dtype), weight.to(dtype) if cast_weight is None else cast_weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups,
+            grad_z, x.to(dtype), cast_weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups,
             [output_mask[0], output_mask[1], output_mask[2]],
         )  # fmt: skip
     if grad_x is not None:

@@ -32,9 +32,9 @@ def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
     Under ``torch.use_deterministic_algorithms(True)`` torch fills every uninitialised tensor with NaN, so that reading
     it gives the same result each time (``torch.utils.deterministic.fill_uninitialized_memory``). The ops write all of
-    what they allocate before they read it, and those fills took a tenth of the GPU time of a training step. The switch
-    is one for all threads: while an op runs, tensors that another thread allocates are not filled either. It is put back
-    on by whoever found it on.
+    what they allocate before they read it, and the fills took a tenth of the GPU time of a training step. The switch is
+    one for all threads: while an op runs, tensors that another thread allocates are not filled either. Whoever found it
+    on puts it back on.
     """
     if not (_is_deterministic() and _fills_memory()):
         with _BelowAutograd():
@@ -59,16 +59,20 @@ def conv_bn_act(*arguments: Any) -> Tensor:
     return call_op(_ops.conv_bn_act.default, arguments)
 
 
-def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
-        return _Training.apply(*arguments)
-    return call_op(_ops.conv_bn_act_train.default, arguments)
+def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train.default, arguments)
 
 
-def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
-        return _Training.apply(*arguments)
-    return call_op(_ops.conv_bn_act_train_.default, arguments)
+def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train_.default, arguments)
+
+
+def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    residual = _RESIDUAL["conv_bn_act_train"]
+    if _needs_grad(arguments, residual):
+        # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
+        return _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments)
+    return call_op(op, arguments)
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -119,17 +123,19 @@ class _Inference(torch.autograd.Function):
 
 
 class _Training(torch.autograd.Function):
-    """Of both training ops: the functional one, and with more arguments the one that moves the running statistics."""
+    """Of both training ops, the functional one and the one that moves the running statistics: ``op(*arguments)``."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        moves = len(arguments) > _TRAIN_ARGUMENTS
-        op = _ops.conv_bn_act_train_.default if moves else _ops.conv_bn_act_train.default
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *sources, residual, op, arguments = inputs
         outputs = call_op(op, arguments)
-        y, z, mean, var, *cast = outputs
-        x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *ctx.geometry = arguments[:_TRAIN_ARGUMENTS]
+        _y, z, mean, var, *cast = outputs
+        ctx.eps, ctx.geometry = (
+            arguments[_DIFFERENTIABLE],
+            arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
+        )
         cast_weight = cast[0] if cast and cast[0].numel() else None
-        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
+        ctx.save_for_backward(*sources, z, mean, var, cast_weight)
         ctx.mark_non_differentiable(z, mean, var, *cast)
         ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -137,9 +143,8 @@ class _Training(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
-        arguments = len(ctx.needs_input_grad)
         if grad_y is None:
-            return (None,) * arguments
+            return (None,) * len(ctx.needs_input_grad)
         x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
         if torch.is_grad_enabled():  # create_graph=True
@@ -159,9 +164,7 @@ class _Training(torch.autograd.Function):
                 ),
             )  # fmt: skip
             grads = _asked_for(out, wanted)
-        residual = _RESIDUAL["conv_bn_act_train"]
-        nothing = [None] * (arguments - residual - 1)
-        return (*grads, None, _residual_grad(ctx, grad_y, residual), *nothing)
+        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
