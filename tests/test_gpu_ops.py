@@ -271,8 +271,10 @@ def test_statistics_of_any_shape(cuda, precision, offset):
             ops.update_running_stats_(*buffers[1], mean, var, 0.1, x.numel() // channels)
             exact_var, exact_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
             what = f"{channels} channels, {size}"
-            if not all(map(torch.equal, (y, mean, var, *buffers[0]), (*again, *buffers[1]))):
-                problems.append(f"{what}: two runs differ")
+            names = ("y", "mean", "var", "running_mean", "running_var", "num_batches_tracked")
+            for name, a, b in zip(names, (y, mean, var, *buffers[0]), (*again, *buffers[1]), strict=True):
+                if not torch.equal(a, b):
+                    problems.append(f"{what}: {name} differs between two runs")
             # Of the spread, with what float keeps of the offset.
             error = (mean - exact_mean).abs().max() / (exact_var.max().sqrt() + offset * 2**-2)
             if not error < 2e-6:

@@ -161,10 +161,9 @@ void pack(const PackArgs& args, cudaStream_t stream) {
       using Out = typename decltype(out)::type;
       if (only_casts(args)) {
         const int64_t count = plan.pixels * args.channels;
-        launch_dependent<cast_kernel<In, Out>>("pack",
-                                               checked_grid(ceil_div<int64_t>(count, kThreads * kCastLanes), "pack"),
-                                               kThreads, 0, stream, static_cast<const In*>(args.in),
-                                               static_cast<Out*>(args.out), count);
+        launch_dependent<cast_kernel<In, Out>>(
+            "pack", checked_grid(ceil_div<int64_t>(count, kThreads * kCastLanes), "pack"), kThreads, 0, stream,
+            static_cast<const In*>(args.in), static_cast<Out*>(args.out), count);
         return;
       }
       if (turns_taps(args)) {
