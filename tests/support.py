@@ -149,6 +149,9 @@ def assert_same_buffers(ours: nn.Module, stock: nn.Module, tolerance: float) -> 
             assert torch.equal(mine, theirs[name]), name
 
 
+FORWARD_OPS = ("conv_bn_act", "conv_bn_act_out", "conv_bn_act_train", "conv_bn_act_train_")
+
+
 class OpLog(TorchDispatchMode):
     """Records the names of dispatched ops: ``with OpLog() as log: ...; log.fused``."""
 
@@ -163,9 +166,7 @@ class OpLog(TorchDispatchMode):
     @property
     def fused(self) -> int:
         """Number of calls of the plugin's forward ops."""
-        forward = tuple(
-            f"{NAMESPACE}.{op}.default" for op in ("conv_bn_act", "conv_bn_act_out", "conv_bn_act_train")
-        )
+        forward = {f"{NAMESPACE}.{name}.default" for name in FORWARD_OPS}
         return sum(name in forward for name in self.names)
 
 

@@ -271,6 +271,104 @@ def test_infinite_and_nan_inputs_reach_no_further_than_in_stock(cuda, case, prec
         assert not differ.any(), f"{same.__name__} differs at {differ.nonzero()[:8].tolist()}"
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_statistics_of_any_shape(cuda, precision, offset):
+    """Rows from 2 to many, channels of whole and of odd words; a mean that dwarfs the spread. z is x."""
+    dtype = op_checks.PRECISIONS[precision]
+    eps = torch.finfo(dtype).eps
+    problems = []
+    for channels in (1, 8, 13, 24, 40, 64, 136, 264, 307, 520):
+        weight = torch.eye(channels, device=cuda, dtype=dtype)[:, :, None, None]
+        for size in ((1, 1, 2), (1, 1, 3), (3, 5, 7), (2, 33, 31), (7, 64, 65), (4, 160, 160)):
+            generator = torch.Generator(cuda).manual_seed(channels)
+            x = torch.randn(
+                size[0], channels, *size[1:], device=cuda, generator=generator, dtype=torch.float64
+            )
+            x = (x * max(0.3, 4 * eps * offset) + offset).to(dtype).to(memory_format=torch.channels_last)
+            buffers = [
+                (
+                    torch.zeros(channels, device=cuda),
+                    torch.ones(channels, device=cuda),
+                    torch.tensor(1, device=cuda),
+                )
+                for _ in range(2)
+            ]
+            arguments = (x, weight, None, None, None, 1e-3)
+            op_checks.poison([x])
+            y, mean, var = ops.conv_bn_act_train(*arguments, running=ops.RunningStats(*buffers[0], 0.1))
+            op_checks.poison([x])
+            again = ops.conv_bn_act_train(*arguments)
+            ops.update_running_stats_(*buffers[1], mean, var, 0.1, x.numel() // channels)
+            exact_var, exact_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+            what = f"{channels} channels, {size}"
+            names = ("y", "mean", "var", "running_mean", "running_var", "num_batches_tracked")
+            for name, a, b in zip(names, (y, mean, var, *buffers[0]), (*again, *buffers[1]), strict=True):
+                if not torch.equal(a, b):
+                    problems.append(f"{what}: {name} differs between two runs")
+            # Of the spread, with what float keeps of the offset.
+            error = (mean - exact_mean).abs().max() / (exact_var.max().sqrt() + offset * 2**-2)
+            if not error < 2e-6:
+                problems.append(f"{what}: mean is off by {error:.1e}")
+            error = ((var - exact_var).abs() / exact_var.clamp_min(1e-12)).max()
+            if not error < 5e-6:
+                problems.append(f"{what}: variance is off by {error:.1e}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+@pytest.mark.parametrize("precision", HALF)
+def test_float_pictures_in_training(cuda, precision, layout):
+    """The first layer under autocast, as training feeds it: float pictures come out as if they had been cast before."""
+    dtype = op_checks.PRECISIONS[precision]
+    for case in (
+        cases.Case("stem", 3, 16, 64, 96, (3, 3), (2, 2), (1, 1)),
+        cases.Case("stem", 3, 64, 64, 96, (3, 3), (2, 2), (1, 1)),
+    ):
+        inputs = case.inputs(torch.float32, cuda, param_dtype=torch.float32)
+        arguments = inputs.train_arguments()
+        grads = []
+        for x in (inputs.x, inputs.x.to(dtype)):
+            arguments["x"] = cases.relayout(x, layout)
+            arguments["weight"] = inputs.weight.detach().requires_grad_()
+            with torch.autocast("cuda", dtype):
+                out = ops.conv_bn_act_train(**arguments)
+            grads.append((*out, *torch.autograd.grad(out[0], arguments["weight"], inputs.grad_y.to(dtype))))
+        for a, b in zip(*grads, strict=True):
+            assert torch.equal(a, b), f"{case}, {layout}"
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_weights_in_any_layout_and_dtype(cuda, precision):
+    """Packs of float weights, in PyTorch's layout, channels_last and sliced: what the same numbers in half give."""
+    dtype = op_checks.PRECISIONS[precision]
+    generator = torch.Generator(cuda).manual_seed(0)
+    for k, c, size in ((64, 64, 3), (40, 72, 3), (24, 136, 5), (48, 64, 1), (17, 13, 3)):
+        x = torch.randn(2, c, 12, 12, device=cuda, generator=generator).to(dtype)
+        x = x.to(memory_format=torch.channels_last)
+        weight = torch.randn(k, c, size, size, device=cuda, generator=generator)
+        padding = (size // 2, size // 2)
+        wide = torch.randn(k, 2 * c, size, size, device=cuda, generator=generator)
+        wide[:, c:] = weight
+        outputs = []
+        for given in (
+            weight.to(dtype).float().to(dtype).to(memory_format=torch.channels_last),
+            weight,
+            weight.to(memory_format=torch.channels_last),
+            wide[:, c:],
+            wide.to(memory_format=torch.channels_last)[:, c:],
+        ):
+            leaf, picture = given.detach().requires_grad_(), x.detach().requires_grad_()
+            op_checks.poison([x, weight])
+            with torch.autocast("cuda", dtype):
+                y = ops.conv_bn_act_train(picture, leaf, padding=padding)[0]
+            grads = torch.autograd.grad(y, (picture, leaf), torch.ones_like(y))
+            assert grads[1].dtype is given.dtype
+            outputs.append((y, grads[0]))
+        for other in outputs[1:]:
+            assert all(map(torch.equal, outputs[0], other)), f"{k}x{c}x{size}x{size}"
+
+
 def test_poison_reaches_what_an_op_allocates(cuda):
     """The check of the check: memory that an op gets holds NaN beforehand."""
     for numel in (64, 100_000, 5_000_000):
@@ -347,6 +445,22 @@ def test_opcheck(cuda, case, precision):
         (
             "conv_bn_act_train_backward",
             [t.grad_y, t.x, t.weight, t.bias, z, mean, var, *train, *geometry, mask],
+        ),
+        ("conv_bn_act_train_", [t.x, t.weight, t.bias, *train, None, *geometry, None, None, None, None]),
+        (
+            "conv_bn_act_train_",
+            [
+                t.x,
+                t.weight.float(),
+                t.bias,
+                *train,
+                None,
+                *geometry,
+                t.mean.clone(),
+                t.var.clone(),
+                torch.tensor(3, device=cuda),
+                0.03,
+            ],
         ),
         ("update_running_stats_", [t.mean, t.var, torch.tensor(3, device=cuda), mean, var, 0.03, 240]),
     ):

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from yolo12_fastconv import _aten, ops, reference
+from yolo12_fastconv import _aten, _autograd, ops, reference
 
 OPS = torch.ops.yolo12_fastconv
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -121,6 +121,65 @@ def test_running_statistics_average_cumulatively_without_momentum():
     assert torch.equal(mean, before), "without a counter nn.BatchNorm2d moves nothing"
 
 
+@pytest.mark.parametrize("momentum", [0.03, None])
+@pytest.mark.parametrize("grad", [False, True])
+def test_running_statistics_move_within_the_training_op(momentum, grad):
+    case = Case("dense", torch.float32)
+    arguments = (case.x, case.weight, None, case.gamma, case.beta, 1e-3, None, *case.geometry)
+    buffers = [(case.mean.clone(), case.var.clone(), torch.tensor(3)) for _ in range(2)]
+    with torch.set_grad_enabled(grad):
+        case.weight.requires_grad_()
+        y, mean, var = ops.conv_bn_act_train(*arguments)
+        ops.update_running_stats_(*buffers[0], mean, var, momentum, y.numel() // y.size(1))
+        out = ops.conv_bn_act_train(*arguments, running=ops.RunningStats(*buffers[1], momentum))
+    assert out[0].requires_grad is grad
+    for a, b in zip((*buffers[0], y, mean, var), (*buffers[1], *out), strict=True):
+        assert torch.equal(a, b)
+    assert buffers[1][2] == 4 and not torch.equal(buffers[1][0], case.mean)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_ops_run_without_filling_of_memory(deterministic):
+    def filling():
+        return torch.utils.deterministic.fill_uninitialized_memory
+
+    assert not _autograd.call_op(filling, ())
+    assert filling()
+    with pytest.raises(ZeroDivisionError):
+        _autograd.call_op(lambda: 1 // 0, ())
+    assert filling(), "put back after an error"
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    assert not _autograd.call_op(filling, ())
+    assert not filling(), "left as the user set it"
+
+
+def test_every_op_runs_without_filling_of_memory(deterministic, monkeypatch):
+    seen = []
+
+    def spy(op, arguments):
+        def watched(*given):
+            seen.append((str(op), torch.utils.deterministic.fill_uninitialized_memory))
+            return op(*given)
+
+        return call_op(watched, arguments)
+
+    call_op = _autograd.call_op
+    monkeypatch.setattr(_autograd, "call_op", spy)
+    case = Case("dense", torch.float32)
+    case.weight.requires_grad_()
+    ops.conv_bn_act(case.x, case.weight, None, case.bn(), None, *case.geometry).sum().backward()
+    ops.conv_bn_act_train(case.x, case.weight, None, case.gamma, case.beta)[0].sum().backward()
+    names = ("conv_bn_act", "conv_bn_act_backward", "conv_bn_act_train_", "conv_bn_act_train_backward")
+    assert seen == [(f"yolo12_fastconv.{name}.default", False) for name in names]
+
+
 @pytest.mark.parametrize(
     "geometry", ["pointwise", "dense", "depthwise", "grouped", "asymmetric", "one channel"]
 )
@@ -212,6 +271,29 @@ def op_calls(case: Case):
         OPS.conv_bn_act_train_backward.default,
         (grad_y, x, weight, None, z, mean, var, case.gamma, case.beta, 1e-3, *geometry, mask),
     )
+    train = (x, weight, None, case.gamma, case.beta, 1e-3, None, *geometry)
+    cast = [
+        list(case.stride),
+        list(case.padding),
+        list(case.dilation),
+        case.groups,
+        reference.SILU,
+        torch.bfloat16,
+    ]
+    for running in (
+        (case.mean.float(), case.var.float(), torch.tensor(3), 0.03),
+        (case.mean.float(), case.var.float(), torch.tensor(3), None),
+        (None, None, None, None),
+    ):
+        yield OPS.conv_bn_act_train_.default, (*train, *running)
+    yield OPS.conv_bn_act_train_.default, (*train[:7], *cast, False, None, None, None, None)
+    yield (
+        OPS.conv_bn_act_train_backward.default,
+        (
+            grad_y.bfloat16(), x, weight, None, z.bfloat16(), mean, var, case.gamma, case.beta, 1e-3, *cast, False,
+            mask, weight.bfloat16(),
+        ),
+    )  # fmt: skip
     yield (
         OPS.update_running_stats_.default,
         (case.mean.clone(), case.var.clone(), torch.tensor(3), mean, var, 0.03, 40),

@@ -278,6 +278,26 @@ def test_own_trainers_are_patched(data, tmp_path):
     assert made == [yolo.trainer]
 
 
+def test_training_does_not_fill_memory(monkeypatch):
+    seen = []
+
+    class Trainer:
+        def train(self):
+            seen.append(torch.utils.deterministic.fill_uninitialized_memory)
+            raise ValueError("no data")
+
+    class Fast(training.FastConvTrainerMixin, Trainer):
+        pass
+
+    for disabled in (False, True):
+        if disabled:
+            monkeypatch.setenv("YOLO12_FASTCONV_DISABLE", "1")
+        with pytest.raises(ValueError, match="no data"):
+            Fast().train()
+        assert torch.utils.deterministic.fill_uninitialized_memory, "put back after an error"
+    assert seen == [False, True]
+
+
 def test_trainer_must_be_callable():
     with pytest.raises(TypeError, match="trainer must be a trainer class, got 'DetectionTrainer'"):
         patch_model(YOLO("yolo12n.yaml")).train(trainer="DetectionTrainer")

@@ -227,6 +227,42 @@ def conv_bn_act_train(
         return _finish(u, act, residual), z, mean, var.mul_((count - 1) / count)
 
 
+def conv_bn_act_train_(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y, z, mean, var = conv_bn_act_train(
+        x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype,
+        allow_tf32,
+    )  # fmt: skip
+    if running_mean is not None and running_var is not None:
+        check_statistics(z.size(1), x, running_mean, running_var)
+        count = z.numel() // z.size(1)
+        update_running_stats_(running_mean, running_var, num_batches_tracked, mean, var, momentum, count)
+    return y, z, mean, var, cast_weight(weight, dtype)
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as the backward op can take it again; empty where it has the dtype already."""
+    return weight.new_empty(0) if weight.dtype is dtype else weight.to(dtype)
+
+
 def conv_bn_act_train_backward(
     grad_y: Tensor,
     x: Tensor,
@@ -246,6 +282,7 @@ def conv_bn_act_train_backward(
     dtype: torch.dtype,
     allow_tf32: bool,
     output_mask: list[bool],
+    cast_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _without_autocast(x.device):
         gamma, beta = _cast(bn_weight, mean.dtype), _cast(bn_bias, mean.dtype)
@@ -257,7 +294,9 @@ def conv_bn_act_train_backward(
         grad_z, grad_gamma, grad_beta = aten.native_batch_norm_backward(
             grad_u, z, gamma, None, None, mean, torch.rsqrt(var + eps), True, eps, mask
         )
-        grads = _conv_grads(grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, output_mask)
+        grads = _conv_grads(
+            grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, output_mask, cast_weight
+        )
         return *grads, *_bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, output_mask, x)
 
 
@@ -293,6 +332,7 @@ def _conv_grads(
     groups: int,
     dtype: torch.dtype,
     output_mask: list[bool],
+    cast_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, each in its own tensor's dtype and the ops' layouts; empty if not asked for."""
     grad_x: Tensor | None = None
@@ -300,8 +340,9 @@ def _conv_grads(
     grad_bias: Tensor | None = None
     if any(output_mask[:3]):
         bias_sizes = None if bias is None else list(bias.shape)
+        cast_weight = weight.to(dtype) if cast_weight is None else cast_weight
         grad_x, grad_weight, grad_bias = aten.convolution_backward(
-            grad_z, x.to(dtype), weight.to(dtype), bias_sizes, stride, padding, dilation, False, [0, 0], groups,
+            grad_z, x.to(dtype), cast_weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups,
             [output_mask[0], output_mask[1], output_mask[2]],
         )  # fmt: skip
     if grad_x is not None:

@@ -16,10 +16,35 @@ from yolo12_fastconv import _aten_maps, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_is_deterministic = torch._C._get_deterministic_algorithms
+_fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
+_set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
 
 # Positions of the differentiable arguments, the same in both forward ops; the residual comes after them.
 _DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
 _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
+# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow.
+_TRAIN_ARGUMENTS = 14
+
+
+def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """``op(*arguments)`` below autograd, and without torch's filling of the memory that the op allocates.
+
+    Under ``torch.use_deterministic_algorithms(True)`` torch fills every uninitialised tensor with NaN, so that reading
+    it gives the same result each time (``torch.utils.deterministic.fill_uninitialized_memory``). The ops write all of
+    what they allocate before they read it, and the fills took a tenth of the GPU time of a training step. The switch is
+    one for all threads: while an op runs, tensors that another thread allocates are not filled either. Whoever found it
+    on puts it back on.
+    """
+    if not (_is_deterministic() and _fills_memory()):
+        with _BelowAutograd():
+            return op(*arguments)
+    _set_fills_memory(False)
+    try:
+        with _BelowAutograd():
+            return op(*arguments)
+    finally:
+        _set_fills_memory(True)
 
 
 def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
@@ -33,8 +58,7 @@ def conv_bn_act(*arguments: Any) -> Tensor:
         return _ops.conv_bn_act.default(*arguments)
     if _needs_grad(arguments, _RESIDUAL["conv_bn_act"]):
         return _Inference.apply(*arguments)
-    with _BelowAutograd():
-        return _ops.conv_bn_act.default(*arguments)
+    return call_op(_ops.conv_bn_act.default, arguments)
 
 
 def conv_bn_act_out(*arguments: Any) -> None:
@@ -45,15 +69,23 @@ def conv_bn_act_out(*arguments: Any) -> None:
             "yolo12_fastconv: conv_bn_act_out has no gradient, since it writes to its argument: use conv_bn_act, or "
             "call it under torch.no_grad()"
         )
-    with _BelowAutograd():
-        _ops.conv_bn_act_out.default(*arguments)
+    call_op(_ops.conv_bn_act_out.default, arguments)
 
 
-def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _needs_grad(arguments, _RESIDUAL["conv_bn_act_train"]):
-        return _Training.apply(*arguments)
-    with _BelowAutograd():
-        return _ops.conv_bn_act_train.default(*arguments)
+def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train.default, arguments)
+
+
+def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train_.default, arguments)
+
+
+def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    residual = _RESIDUAL["conv_bn_act_train"]
+    if _needs_grad(arguments, residual):
+        # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
+        return _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments)
+    return call_op(op, arguments)
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -67,8 +99,14 @@ def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
 def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype) -> Tensor:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Concat.apply(scales, dtype, *tensors)
-    with _BelowAutograd():
-        return _ops.concat_channels.default(tensors, scales, dtype)
+    return call_op(
+        _ops.concat_channels.default,
+        (
+            tensors,
+            scales,
+            dtype,
+        ),
+    )
 
 
 def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
@@ -77,15 +115,20 @@ def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -
             "yolo12_fastconv: concat_channels_out has no gradient, since it writes to its argument: use "
             "concat_channels, or call it under torch.no_grad()"
         )
-    with _BelowAutograd():
-        _ops.concat_channels_out.default(tensors, scales, out)
+    call_op(
+        _ops.concat_channels_out.default,
+        (
+            tensors,
+            scales,
+            out,
+        ),
+    )
 
 
 def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad_y.requires_grad:
         return _UpsampleBackward.apply(grad_y)
-    with _BelowAutograd():
-        return _ops.upsample_nearest_backward.default(grad_y)
+    return call_op(_ops.upsample_nearest_backward.default, (grad_y,))
 
 
 def detect_decode(
@@ -99,15 +142,30 @@ def detect_decode(
     tensors = (*boxes, *scores, points, steps, *(() if bin_values is None else (bin_values,)))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):  # training decodes nothing
         return _aten_maps.detect_decode(boxes, scores, bin_values, points, steps, xywh)
-    with _BelowAutograd():
-        return _ops.detect_decode.default(boxes, scores, bin_values, points, steps, xywh)
+    return call_op(
+        _ops.detect_decode.default,
+        (
+            boxes,
+            scores,
+            bin_values,
+            points,
+            steps,
+            xywh,
+        ),
+    )
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: list[int], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        with _BelowAutograd():
-            y = _ops.concat_channels.default(list(tensors), scales, dtype)
+        y = call_op(
+            _ops.concat_channels.default,
+            (
+                list(tensors),
+                scales,
+                dtype,
+            ),
+        )
         ctx.parts = [(t.shape[1], scale, t.dtype) for t, scale in zip(tensors, scales, strict=True)]
         return y
 
@@ -130,8 +188,7 @@ class _Concat(torch.autograd.Function):
 class _UpsampleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad_y: Tensor) -> Tensor:
-        with _BelowAutograd():
-            return _ops.upsample_nearest_backward.default(grad_y)
+        return call_op(_ops.upsample_nearest_backward.default, (grad_y,))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -143,15 +200,22 @@ def area_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and qkv.requires_grad:
         return _AreaAttention.apply(qkv, num_heads, area, scale, with_values)
-    with _BelowAutograd():
-        return _ops.area_attention.default(qkv, num_heads, area, scale, with_values)
+    return call_op(
+        _ops.area_attention.default,
+        (
+            qkv,
+            num_heads,
+            area,
+            scale,
+            with_values,
+        ),
+    )
 
 
 def area_attention_backward(*arguments: Any) -> Tensor:
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return _OnceDifferentiable.apply(_ops.area_attention_backward.default, *arguments)
-    with _BelowAutograd():
-        return _ops.area_attention_backward.default(*arguments)
+    return call_op(_ops.area_attention_backward.default, arguments)
 
 
 class _AreaAttention(torch.autograd.Function):
@@ -159,8 +223,16 @@ class _AreaAttention(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with _BelowAutograd():
-            out, values, logsumexp = _ops.area_attention.default(qkv, num_heads, area, scale, with_values)
+        out, values, logsumexp = call_op(
+            _ops.area_attention.default,
+            (
+                qkv,
+                num_heads,
+                area,
+                scale,
+                with_values,
+            ),
+        )
         ctx.save_for_backward(qkv, out, logsumexp)
         ctx.mark_non_differentiable(*(() if with_values else (values,)), logsumexp)
         ctx.set_materialize_grads(False)  # no zero-filled gradients for what nobody used
@@ -187,15 +259,17 @@ class _AreaAttention(torch.autograd.Function):
             return (_differentiable_grads([qkv], (True,), given, forward)[0], *nothing)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        grad = _ops.area_attention_backward.default(grad_out, grad_values, qkv, out, logsumexp, *ctx.geometry)
+        grad = call_op(
+            _ops.area_attention_backward.default,
+            (grad_out, grad_values, qkv, out, logsumexp, *ctx.geometry),
+        )
         return (grad, *nothing)
 
 
 class _Inference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        with _BelowAutograd():
-            y = _ops.conv_bn_act.default(*arguments)
+        y = call_op(_ops.conv_bn_act.default, arguments)
         x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *ctx.geometry = arguments
         # Copies: training may move the running statistics before this call is differentiated.
         statistics = (None, None) if mean is None else (mean.clone(), var.clone())
@@ -216,8 +290,9 @@ class _Inference(torch.autograd.Function):
 
             grads = _differentiable_grads(inputs, wanted, grad_y, forward)
         else:
-            out = _ops.conv_bn_act_backward.default(
-                grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
+            out = call_op(
+                _ops.conv_bn_act_backward.default,
+                (grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted),
             )
             grads = _asked_for(out, wanted)
         return (
@@ -231,23 +306,29 @@ class _Inference(torch.autograd.Function):
 
 
 class _Training(torch.autograd.Function):
+    """Of both training ops, the functional one and the one that moves the running statistics: ``op(*arguments)``."""
+
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with _BelowAutograd():
-            y, z, mean, var = _ops.conv_bn_act_train.default(*arguments)
-        x, weight, bias, bn_weight, bn_bias, ctx.eps, residual, *ctx.geometry = arguments
-        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var)
-        ctx.mark_non_differentiable(z, mean, var)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *sources, residual, op, arguments = inputs
+        outputs = call_op(op, arguments)
+        _y, z, mean, var, *cast = outputs
+        ctx.eps, ctx.geometry = (
+            arguments[_DIFFERENTIABLE],
+            arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
+        )
+        cast_weight = cast[0] if cast and cast[0].numel() else None
+        ctx.save_for_backward(*sources, z, mean, var, cast_weight)
+        ctx.mark_non_differentiable(z, mean, var, *cast)
         ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return y, z, mean, var
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
-        nothing = [None] * len(ctx.geometry)
         if grad_y is None:
-            return (*[None] * 7, *nothing)
-        x, weight, bias, bn_weight, bn_bias, z, mean, var = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
         if torch.is_grad_enabled():  # create_graph=True
 
@@ -258,11 +339,15 @@ class _Training(torch.autograd.Function):
 
             grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
         else:
-            out = _ops.conv_bn_act_train_backward.default(
-                grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted
-            )
+            out = call_op(
+                _ops.conv_bn_act_train_backward.default,
+                (
+                    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted,
+                    cast_weight,
+                ),
+            )  # fmt: skip
             grads = _asked_for(out, wanted)
-        return (*grads, None, _residual_grad(ctx, grad_y, _RESIDUAL["conv_bn_act_train"]), *nothing)
+        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
@@ -295,8 +380,7 @@ def _differentiable_grads(
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], *arguments: Any) -> Any:
-        with _BelowAutograd():
-            return op(*arguments)
+        return call_op(op, arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -311,5 +395,4 @@ def _once_differentiable(
 ) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return _OnceDifferentiable.apply(op, *arguments)
-    with _BelowAutograd():
-        return op(*arguments)
+    return call_op(op, arguments)

@@ -151,13 +151,9 @@ def _run(
     if residual is not None and not (fused and _fits(residual, dtype, conv, weight, x)):
         later, residual = residual, None
     if batch_statistics:
-        y, batch_mean, batch_var = ops.conv_bn_act_train(
-            x, weight, bias, gamma, beta, bn.eps, residual, *geometry
-        )
-        if bn.training and bn.track_running_stats and mean is not None:
-            count = y.numel() // y.shape[1]
-            ops.update_running_stats_(mean, var, counter, batch_mean, batch_var, bn.momentum, count)
-            _save_something(y)
+        moves = bn.training and bn.track_running_stats and mean is not None
+        running = ops.RunningStats(mean, var, counter, bn.momentum) if moves else None
+        y, _, _ = ops.conv_bn_act_train(x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running)
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
         if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):
@@ -396,18 +392,6 @@ def _bn_reason(
 def _single_value_reason(conv: Any, weight: Tensor, x: Tensor) -> str | None:
     # Of one value per channel there are no batch statistics: stock raises ValueError.
     return "batch statistics of one value per channel" if output_plane(conv, weight, x) == (1, 1) else None
-
-
-def _save_something(y: Tensor) -> None:
-    # A recomputation by `torch.utils.checkpoint` ends at the last tensor that the segment saved for backward. Stock
-    # saves one, for the activation, after its statistics have moved; without one, ours would not move again in a
-    # segment's last block. It has no elements, and only saved-tensor hooks see it.
-    if (
-        y.requires_grad
-        and not torch.compiler.is_compiling()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    ):
-        y[:0].sin()
 
 
 def _require_kernel(block: FastConv, x: Tensor, reason: str | None) -> None:

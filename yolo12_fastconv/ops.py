@@ -35,6 +35,7 @@ from yolo12_fastconv.reference import ACTIVATIONS
 
 __all__ = [
     "BatchNormState",
+    "RunningStats",
     "area_attention",
     "concat_channels",
     "concat_channels_out",
@@ -61,6 +62,9 @@ _ATTENTION_BACKWARD = (
     "(Tensor grad_out, Tensor? grad_values, Tensor qkv, Tensor out, Tensor logsumexp, SymInt num_heads, SymInt area,"
     " float scale) -> Tensor"
 )
+_RUNNING = (
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum"
+)
 _GRADS = "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_bn_weight, Tensor grad_bn_bias)"
 
 SCHEMAS = {
@@ -78,7 +82,13 @@ SCHEMAS = {
     ),
     "conv_bn_act_train_backward": (
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
-        f" {_GEOMETRY}, bool[5] output_mask) -> {_GRADS}"
+        f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None) -> {_GRADS}"
+    ),
+    # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
+    # empty if the weight has that dtype. Without running_mean and running_var nothing is moved.
+    "conv_bn_act_train_": (
+        f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING})"
+        " -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
     ),
     "update_running_stats_": (
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
@@ -150,6 +160,16 @@ class BatchNormState(NamedTuple):
     running_mean: Tensor
     running_var: Tensor
     eps: float
+
+
+class RunningStats(NamedTuple):
+    """The buffers of a batch norm that `conv_bn_act_train` is to move, in place, by the batch's statistics."""
+
+    mean: Tensor
+    var: Tensor
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+    """None means the cumulative average over all batches tracked."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -266,11 +286,13 @@ def conv_bn_act_train(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
     act: str = "silu",
+    running: RunningStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolution, batch norm by the statistics of this batch, activation and residual.
 
-    Arguments as `conv_bn_act`. The caller moves the running statistics (`update_running_stats_`), since an op that
-    takes part in autograd writes to none of its inputs.
+    Args:
+        running: buffers to move as `update_running_stats_` does, in the same call and on CUDA in the same kernel; None
+            leaves that to the caller. The others are those of `conv_bn_act`.
 
     Returns:
         y: (N, K, P, Q) in the dtype of `x`, or autocast's.
@@ -281,12 +303,22 @@ def conv_bn_act_train(
         RuntimeError: as `conv_bn_act`, and where a channel has a single value, of which there is no variance.
     """
     dtype = compute_dtype(x)
-    op = _ops.conv_bn_act_train.default if torch.compiler.is_compiling() else _autograd.conv_bn_act_train
-    y, _z, mean, var = op(
+    arguments = (
         x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups,
         ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype),
     )  # fmt: skip
+    if (
+        torch.compiler.is_compiling()
+    ):  # an op that takes part in a graph's autograd writes to none of its inputs
+        y, _z, mean, var = _ops.conv_bn_act_train.default(*arguments)
+        if running is not None:
+            update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])
+        return y, mean, var
+    y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(*arguments, *(running or _UNTRACKED))
     return y, mean, var
+
+
+_UNTRACKED = (None, None, None, None)  # in the place of RunningStats
 
 
 def update_running_stats_(
@@ -496,6 +528,24 @@ def _(
     return _empty_output(x, weight, size, dtype), _empty_output(x, weight, size, dtype), *stats
 
 
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_", lib=_lib)
+def _(
+    x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32,
+    running_mean, running_var, num_batches_tracked, momentum,
+):  # fmt: skip
+    size = output_size(x, weight, stride, padding, dilation, groups)
+    check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
+    check_statistics(size[1], x, running_mean, running_var)
+    check_residual(residual, size)
+    stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
+    y, z = (_empty_output(x, weight, size, dtype) for _ in range(2))
+    cast_weight = _aten.cast_weight(weight, dtype)
+    if cast_weight.numel() and x.device.type == "cuda" and LIBRARY.loaded:
+        k, c, r, s = weight.shape
+        cast_weight = cast_weight.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
+    return y, z, *stats, cast_weight
+
+
 def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
     likes = (x, weight, bias, bn_weight, bn_bias)
     grads = []
@@ -520,7 +570,7 @@ def _(
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_backward", lib=_lib)
 def _(
     grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, stride, padding, dilation, groups, act, dtype,
-    allow_tf32, output_mask,
+    allow_tf32, output_mask, cast_weight=None,
 ):  # fmt: skip
     return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
 
@@ -589,6 +639,7 @@ for _name in (
     "conv_bn_act",
     "conv_bn_act_out",
     "conv_bn_act_train",
+    "conv_bn_act_train_",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
     "concat_channels",

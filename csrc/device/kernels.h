@@ -36,7 +36,9 @@ void wgrad(const WgradArgs& args, DType dtype, cudaStream_t stream);
 
 // Batch norm. kernels/batch_norm.cu
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype);
-void batch_norm_stats(const BatchNormStatsArgs& args, DType dtype, cudaStream_t stream);
+// running: buffers to move by these statistics, whose own pointers it need not have; or null.
+void batch_norm_stats(const BatchNormStatsArgs& args, const RunningStatsArgs* running, DType dtype,
+                      cudaStream_t stream);
 void batch_norm_act(const BatchNormActArgs& args, DType dtype, cudaStream_t stream);
 void batch_norm_backward(const BatchNormBackwardArgs& args, DType dtype, cudaStream_t stream);
 void update_running_stats(const RunningStatsArgs& args, cudaStream_t stream);

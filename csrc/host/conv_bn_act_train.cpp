@@ -1,20 +1,33 @@
 // Training: batch statistics. Keeps z and two vectors; batch norm and SiLU are recomputed in backward.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+
 #include "device/kernels.h"
 #include "gradients.h"
 #include "ops.h"
+#include "running_stats.h"
 
 namespace yolo12_fastconv {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor weight, OptionalTensor bias,
-                                                             OptionalTensor bn_weight, OptionalTensor bn_bias,
-                                                             double eps, OptionalTensor residual,
-                                                             std::vector<int64_t> stride, std::vector<int64_t> padding,
-                                                             std::vector<int64_t> dilation, int64_t groups, int64_t act,
-                                                             ScalarType dtype, bool allow_tf32) {
+namespace {
+
+struct TrainOutputs {
+  Tensor y, z, mean, var;
+  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already
+};
+
+// running_mean may be absent; then nothing is moved.
+TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& bn_weight,
+                     const OptionalTensor& bn_bias, double eps, const OptionalTensor& residual,
+                     const Geometry& geometry, int64_t act, ScalarType dtype, bool allow_tf32,
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     const OptionalTensor& num_batches_tracked, std::optional<double> momentum) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Convolution convolution(x, weight, {stride, padding, dilation, groups}, dtype_of(dtype), allow_tf32);
+  TrainOutputs out;
+  const bool casts = weight.scalar_type() != dtype;
+  if (casts) out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
+  const Convolution convolution(x, casts ? out.cast_weight : weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
   const DType type = convolution.dtype();
   const cudaStream_t stream = convolution.stream();
@@ -22,32 +35,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
     fail("training needs more than 1 value per channel, got an output of ", s.batch, "x", s.out_channels, "x", s.out_h,
          "x", s.out_w);
   }
+  const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  out.mean = empty_vector(x, s.out_channels, sum_dtype);
+  out.var = empty_vector(x, s.out_channels, sum_dtype);
+  std::optional<RunningStatsArgs> running;
+  if (running_mean.has_value() && running_var.has_value()) {
+    running = running_stats_args(*running_mean, *running_var, num_batches_tracked, out.mean, out.var, momentum,
+                                 s.out_pixels());
+  }
   std::vector<Tensor> keep_alive;
   Affine only_bias;
   only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", s.out_channels, x, keep_alive);
-  Tensor z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
-
-  const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  Tensor mean = empty_vector(x, s.out_channels, sum_dtype), var = empty_vector(x, s.out_channels, sum_dtype);
-  const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
-  batch_norm_stats({z.const_data_ptr(), s.out_pixels(), s.out_channels, mean.mutable_data_ptr(), var.mutable_data_ptr(),
-                    workspace.mutable_data_ptr()},
-                   type, stream);
-
-  Tensor y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
   BatchNormActArgs args;
-  args.z = z.const_data_ptr();
-  args.rows = s.out_pixels();
-  args.channels = s.out_channels;
   args.affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
   args.affine.beta = channel_vector(bn_bias, "bn_bias", s.out_channels, x, keep_alive);
-  args.affine.mean = {mean.const_data_ptr(), sum_dtype};
-  args.affine.var = {var.const_data_ptr(), sum_dtype};
-  args.affine.eps = eps;
   args.act = act_of(act);
+  out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
+
+  const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
+  batch_norm_stats({out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
+                    out.var.mutable_data_ptr(), workspace.mutable_data_ptr()},
+                   running ? &*running : nullptr, type, stream);
+
+  out.y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
+  args.z = out.z.const_data_ptr();
+  args.rows = s.out_pixels();
+  args.channels = s.out_channels;
+  args.affine.mean = {out.mean.const_data_ptr(), sum_dtype};
+  args.affine.var = {out.var.const_data_ptr(), sum_dtype};
+  args.affine.eps = eps;
   args.residual = nullptr;
   args.residual_stride = 0;
-  args.y = y.mutable_data_ptr();
+  args.y = out.y.mutable_data_ptr();
   Tensor rows;
   if (residual.has_value()) {
     rows = residual_rows(*residual, s, type, x, stream);
@@ -55,18 +74,53 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
     args.residual_stride = row_stride(rows);
   }
   batch_norm_act(args, type, stream);
-  return {y, z, mean, var};
+  return out;
+}
+
+void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype) {
+  const auto have = cast.sizes(), wanted = weight.sizes();
+  if (cast.scalar_type() != dtype || cast.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
+      !cast.is_cuda() || cast.get_device_index() != weight.get_device_index()) {
+    fail("cast_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor weight, OptionalTensor bias,
+                                                             OptionalTensor bn_weight, OptionalTensor bn_bias,
+                                                             double eps, OptionalTensor residual,
+                                                             std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                                             std::vector<int64_t> dilation, int64_t groups, int64_t act,
+                                                             ScalarType dtype, bool allow_tf32) {
+  const TrainOutputs out =
+      forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
+              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+  return {out.y, out.z, out.mean, out.var};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
+    Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+    OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
+    int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum) {
+  const TrainOutputs out =
+      forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
+              allow_tf32, running_mean, running_var, num_batches_tracked, momentum);
+  const bool casts = out.cast_weight.defined();
+  return {out.y, out.z, out.mean, out.var, casts ? out.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }
 
 Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
-                                 bool allow_tf32, std::vector<bool> output_mask) {
+                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Geometry geometry = {stride, padding, dilation, groups};
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
+  if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
   std::vector<Tensor> keep_alive;
   Affine affine;
   affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
@@ -77,7 +131,7 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
   return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true}, output_mask);
+                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight}, output_mask);
 }
 
 }  // namespace yolo12_fastconv

@@ -23,16 +23,21 @@ bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// `grad` in the dtype and strides of `like`, as the fake kernels promise.
+// `grad`, which is dense, in the dtype and strides of `like`, as the fake kernels promise. An allocation costs as much as
+// a launch, so none is made to compare with.
 Tensor in_form_of(const Tensor& grad, const Tensor& like) {
+  if (grad.scalar_type() == like.scalar_type() && same_strides(grad, like)) return grad;
   Tensor out = torch::stable::empty_like(like);
-  if (grad.scalar_type() == like.scalar_type() && same_strides(grad, out)) return grad;
   return torch::stable::copy_(out, grad);
 }
 
 Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
-  Tensor out = empty_channels_last(grad, grad.size(0), grad.size(1), grad.size(2), grad.size(3), dtype);
-  if (dtype_of(grad.scalar_type()) == dtype && same_strides(grad, out)) return grad;
+  const auto size = grad.sizes();
+  const auto stride = grad.strides();
+  const bool ready = stride[0] == size[1] * size[2] * size[3] && stride[1] == 1 && stride[2] == size[1] * size[3] &&
+                     stride[3] == size[1];
+  if (ready && dtype_of(grad.scalar_type()) == dtype) return grad;
+  Tensor out = empty_channels_last(grad, size[0], size[1], size[2], size[3], dtype);
   return torch::stable::copy_(out, grad);
 }
 
@@ -186,8 +191,8 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     const bool calls_aten = others[0] || others[1] || others[2];
     const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
     if (calls_aten) {
-      ConvGrads rest =
-          convolution_backward(grad_z, cast_x, convolution.cast_weight(), in.bias.has_value(), geometry, others);
+      const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
+      ConvGrads rest = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);
       if (own_x) rest.x = grads.x;
       grads = rest;
     }

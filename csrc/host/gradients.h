@@ -15,6 +15,7 @@ struct BackwardInputs {
   Affine affine;     // gamma, beta, mean, var, eps of the batch norm; empty: none
   Act act;
   bool batch_stats;  // mean and var belong to this batch
+  OptionalTensor cast_weight = std::nullopt;  // the weight in the compute dtype, if the forward op made that copy
 };
 
 Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,

@@ -1,3 +1,5 @@
+#include "running_stats.h"
+
 #include <torch/csrc/stable/accelerator.h>
 
 #include "device/kernels.h"
@@ -5,9 +7,9 @@
 
 namespace yolo12_fastconv {
 
-void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
-                           Tensor var, std::optional<double> momentum, int64_t count) {
-  const torch::stable::accelerator::DeviceGuard guard(running_mean.get_device_index());
+std::optional<RunningStatsArgs> running_stats_args(const Tensor& running_mean, const Tensor& running_var,
+                                                   const OptionalTensor& num_batches_tracked, const Tensor& mean,
+                                                   const Tensor& var, std::optional<double> momentum, int64_t count) {
   const int64_t channels = running_mean.numel();
   if (count < 2) fail("count must be at least 2, since there is no unbiased variance of ", count, " values");
   for (const Tensor* t : {&running_mean, &running_var, &mean, &var}) {
@@ -31,7 +33,7 @@ void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTens
     }
     args.num_batches_tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
   } else if (!momentum.has_value()) {
-    return;  // nn.BatchNorm2d: a cumulative average without a counter moves nothing
+    return std::nullopt;
   }
   args.running_mean = running_mean.mutable_data_ptr();
   args.running_var = running_var.mutable_data_ptr();
@@ -42,7 +44,14 @@ void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTens
   args.channels = static_cast<int>(channels);
   args.momentum = momentum.value_or(-1.0);
   args.unbias = static_cast<double>(count) / static_cast<double>(count - 1);
-  update_running_stats(args, current_stream(running_mean));
+  return args;
+}
+
+void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
+                           Tensor var, std::optional<double> momentum, int64_t count) {
+  const torch::stable::accelerator::DeviceGuard guard(running_mean.get_device_index());
+  const auto args = running_stats_args(running_mean, running_var, num_batches_tracked, mean, var, momentum, count);
+  if (args.has_value()) update_running_stats(*args, current_stream(running_mean));
 }
 
 }  // namespace yolo12_fastconv

@@ -10,15 +10,18 @@
 // every `down`-th row of a segment; the threads of a warp lie along the channels first and then along the rows, so that
 // narrow matrices are read in full lines too. Sums are taken in two launches, both in a fixed order: per segment and
 // channel to the workspace, then over the segments. How a matrix is cut depends on its shape and alignment alone:
-// equal inputs give equal sums on every GPU.
+// equal inputs give equal sums on every GPU. The second launch also moves a batch norm's running statistics: a launch of
+// its own per layer would cost more than its work.
 //
 // All of it is bound by memory, on an H200 at 4.3 TB/s; bytes per element of half: stats 2, act 4, backward 4 for the
 // sums and 6 for grad_z. The second pass over a matrix runs through the segments backwards: what the first pass read
-// last is still in the L2 cache.
+// last is still in the L2 cache. Maps of 20x20 and 40x40 take a few microseconds, of which launches are a part: each
+// kernel may start while the one before it ends (device/dependent_launch.cuh).
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 
+#include "device/dependent_launch.cuh"
 #include "device/kernels.h"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
@@ -30,30 +33,41 @@ namespace {
 constexpr int kThreads = 256;
 // Rows in flight per thread.
 constexpr int kUnroll = 4;
-// Blocks for the sums: two to four rounds on the largest GPUs. For element-wise kernels more, as nothing follows them.
-constexpr int kSumBlocks = 1024, kElementBlocks = 4096;
+// Blocks for the sums: those that an H200 holds at once, as many as its registers allow. A second round would begin when
+// the first is over and repeat what a block does once: sum over its threads, or compute per-channel values.
+constexpr int kStatsResident = 4, kPassResident = 4;  // blocks per multiprocessor
+// Rows of a thread at least: fewer segments for the second launch (n, batch 32: 1041 to 991 us).
+constexpr int kStatsRows = 2 * kUnroll;
+// Bytes of a word. The passes that normalise keep up to five values per channel: for eight channels those would leave no
+// registers for the loads in flight.
+constexpr int kStatsBytes = 16, kPassBytes = 8;
+constexpr int kStatsBlocks = 132 * kStatsResident, kPassBlocks = 132 * kPassResident;
 
 // How a matrix is cut into blocks. Block index = segment * chunks + chunk.
 struct RowGrid {
   int64_t rows;
   int channels;
+  int lanes;  // channels of a thread
   int across, down;  // threads along channels and along rows
   int chunks;  // blocks along channels
   int64_t segment_rows;
   int segments;
+
+  __host__ __device__ int columns() const { return across * lanes; }  // channels of a block
 };
 
-RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks) {
+RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, int least_rows = kUnroll) {
   RowGrid g;
   g.rows = rows;
   g.channels = channels;
+  g.lanes = lanes;
   const int words = ceil_div(channels, lanes);
   g.chunks = ceil_div(words, lanes == 1 ? 128 : 32);
   g.across = ceil_div(words, g.chunks);
   g.down = kThreads / g.across;
   const int64_t wanted = std::max(1, blocks / g.chunks);
-  // Whole rounds of loads per thread, and at least one: less would not pay for the per-channel values.
-  const int64_t rows_per_thread = round_up<int64_t>(ceil_div<int64_t>(rows, wanted * g.down), kUnroll);
+  // At least one round of loads per thread: less would not pay for the per-channel values.
+  const int64_t rows_per_thread = std::max<int64_t>(ceil_div<int64_t>(rows, wanted * g.down), least_rows);
   g.segment_rows = rows_per_thread * g.down;
   g.segments = static_cast<int>(ceil_div(rows, g.segment_rows));
   return g;
@@ -80,63 +94,140 @@ __device__ __forceinline__ RowRange range_of(const RowGrid& g, bool backwards) {
   r.row = r.segment_row + thread / g.across;
   r.end = min(g.rows, r.segment_row + g.segment_rows);
   r.active = thread < g.across * g.down && r.channel < g.channels;
+  if (!r.active) r.end = r.row;
   return r;
 }
 
-// Calls use(load(row)) for row, row + step, ... < end; kUnroll loads are issued before the first use.
-template <class Load, class Use>
+// Calls use(row, load(row)) for row, row + step, ... < end; up to kCount loads are issued before the first use.
+template <int kCount = kUnroll, class Load, class Use>
 __device__ __forceinline__ void for_rows(int64_t row, int64_t end, int step, Load&& load, Use&& use) {
   using Value = decltype(load(row));
-  for (; row + (kUnroll - 1) * step < end; row += kUnroll * step) {
-    Value values[kUnroll];
+  for (; row + (kCount - 1) * step < end; row += kCount * step) {
+    Value values[kCount];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) values[i] = load(row + i * step);
+    for (int i = 0; i < kCount; ++i) values[i] = load(row + i * step);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) use(row + i * step, values[i]);
+    for (int i = 0; i < kCount; ++i) use(row + i * step, values[i]);
   }
-  for (; row < end; row += step) use(row, load(row));
+  if (row >= end) return;
+  Value values[kCount - 1];
+#pragma unroll
+  for (int i = 0; i < kCount - 1; ++i) {
+    if (row + i * step < end) values[i] = load(row + i * step);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount - 1; ++i) {
+    if (row + i * step < end) use(row + i * step, values[i]);
+  }
 }
 
-// Adds first and second over the `down` threads that share channels; the result is in the thread of row 0. The order is
-// that of a binary tree. `scratch` holds 2 * kBlock * kLanes values.
-template <int kBlock, int kLanes, class Acc>
-__device__ __forceinline__ void sum_down(Acc (&first)[kLanes], Acc (&second)[kLanes], int across, int down,
-                                         Acc* scratch) {
-  const int thread = threadIdx.x, y = thread / across;
-  Acc* const mine = scratch + thread * kLanes;
+// The first rows of a thread, asked for before the block knows its per-channel values.
+template <class Value>
+struct Ahead {
+  Value values[kUnroll];
+
+  template <class Load>
+  __device__ __forceinline__ Ahead(int64_t row, int64_t end, int step, Load&& load) {
 #pragma unroll
-  for (int c = 0; c < kLanes; ++c) {
-    mine[c] = first[c];
-    mine[kBlock * kLanes + c] = second[c];
-  }
-  int half = 1;
-  while (half < down) half *= 2;
-  for (half /= 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (y < half && y + half < down) {
-      const Acc* const other = mine + half * across * kLanes;
-#pragma unroll
-      for (int c = 0; c < kLanes; ++c) {
-        mine[c] += other[c];
-        mine[kBlock * kLanes + c] += other[kBlock * kLanes + c];
-      }
+    for (int i = 0; i < kUnroll; ++i) {
+      if (row + i * step < end) values[i] = load(row + i * step);
     }
   }
+};
+
+// As for_rows, from the rows that are there already.
+template <class Value, class Load, class Use>
+__device__ __forceinline__ void for_rows(const Ahead<Value>& ahead, int64_t row, int64_t end, int step, Load&& load,
+                                         Use&& use) {
 #pragma unroll
-  for (int c = 0; c < kLanes; ++c) {
-    first[c] = mine[c];
-    second[c] = mine[kBlock * kLanes + c];
+  for (int i = 0; i < kUnroll; ++i) {
+    if (row + i * step < end) use(row + i * step, ahead.values[i]);
   }
+  for_rows(row + kUnroll * step, end, step, load, use);
 }
 
-// Two values per segment and channel, from the first launch to the second.
+// Two sums of one column.
+template <class Acc>
+struct Sums {
+  Acc first, second;
+};
+
+// Channels of a block at the most: 32 words of 8, or 128 of one.
+constexpr int kBlockChannels = 256;
+static_assert(kBlockChannels <= kThreads);
+
+// A block's sums wait here, lane by lane: the threads of a warp write and read neighbouring words. One word more per lane
+// moves the lanes to different banks.
+constexpr int kScratchPitch = kThreads + 1;
+template <class Acc, int kLanes>
+using Scratch = Acc[2 * kLanes * kScratchPitch];
+
+// What a thread holds after sum_down: the sums of column `index` of its block, which is channel `channel` of the matrix.
+template <class Acc>
+struct Column {
+  Sums<Acc> sums;
+  int index, channel;
+  bool active;
+};
+
+__host__ __device__ __forceinline__ int channel_of_column(const RowGrid& g, int chunk, int column) {
+  return (chunk * g.across + column % g.across) * g.lanes + column / g.across;
+}
+
+// Adds first and second over the `down` threads that share channels, always in the same order: every parts'th row by a
+// thread, then the parts of a column, which are neighbouring lanes, as a binary tree. One column per thread: block-wide
+// steps of halving would need a barrier each, with ever fewer threads at work.
+template <int kLanes, class Acc>
+__device__ __forceinline__ Column<Acc> sum_down(const RowGrid& g, const Acc (&first)[kLanes],
+                                                const Acc (&second)[kLanes], Scratch<Acc, kLanes>& scratch) {
+  const int thread = threadIdx.x;
+#pragma unroll
+  for (int c = 0; c < kLanes; ++c) {
+    scratch[c * kScratchPitch + thread] = first[c];
+    scratch[(kLanes + c) * kScratchPitch + thread] = second[c];
+  }
+  __syncthreads();
+  int parts = 1;  // a power of two, so that those of a column are in one warp
+  while (parts < 32 && 2 * parts * g.columns() <= kThreads) parts *= 2;
+  Column<Acc> out;
+  out.index = thread / parts;
+  out.channel = channel_of_column(g, blockIdx.x % g.chunks, out.index);
+  const bool exists = out.index < g.columns();
+  out.active = exists && thread % parts == 0 && out.channel < g.channels;
+  Acc sum = 0, more = 0;
+  if (exists) {
+    const Acc* from = scratch + out.index / g.across * kScratchPitch + out.index % g.across;
+#pragma unroll 4
+    for (int y = thread % parts; y < g.down; y += parts) {
+      sum += from[y * g.across];
+      more += from[kLanes * kScratchPitch + y * g.across];
+    }
+  }
+  for (int apart = 1; apart < parts; apart *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+    more += __shfl_xor_sync(0xffffffffu, more, apart);
+  }
+  out.sums = {sum, more};
+  return out;
+}
+
+// Two values per segment and column, from the first launch to the second.
 template <class Acc>
 struct Partials {
   Acc* first;
   Acc* second;
-  static __host__ __device__ Partials at(void* workspace, int segments, int channels) {
+  int columns;  // of all chunks
+
+  static __device__ __forceinline__ Partials at(void* workspace, const RowGrid& g) {
     Acc* const data = static_cast<Acc*>(workspace);
-    return {data, data + int64_t(segments) * channels};
+    const int columns = g.chunks * g.columns();
+    return {data, data + int64_t(g.segments) * columns, columns};
+  }
+  __device__ __forceinline__ void store(const RowGrid& g, int segment, const Column<Acc>& column, Acc one,
+                                        Acc two) const {
+    const int64_t i = int64_t(segment) * columns + blockIdx.x % g.chunks * g.columns() + column.index;
+    first[i] = one;
+    second[i] = two;
   }
 };
 
@@ -146,90 +237,183 @@ __device__ __forceinline__ Acc finite_origin(Acc value) {
   return value - value == Acc(0) ? value : Acc(0);
 }
 
-// Rows whose average is the origin of a segment. One row may lie several deviations off, and its square costs bits of
-// the variance: up to 1.4e-6 of it was seen in float, over 35 rows with a zero-padded corner first.
-constexpr int kOriginRows = 4;
-
-// Mean and sum of squared deviations of each segment. The sums are of differences from the average of a few of its rows:
-// a mean far from zero does not cost bits.
+// Mean and sum of squared deviations of each segment. A thread's sums are of differences from the average of its first
+// rows, a block's of differences from one thread's mean: a mean far from zero does not cost bits. A single row would not
+// do as the origin: it may lie several deviations off, and its square cost up to 1.4e-6 of the variance in float, over 35
+// rows with a zero-padded corner first.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void stats_kernel(const BatchNormStatsArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const BatchNormStatsArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
-  __shared__ Acc scratch[2 * kThreads * kLanes];
+  __shared__ Scratch<Acc, kLanes> scratch;
+  __shared__ Acc origins[kBlockChannels];
+  let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g, false);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
-  Acc origin[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
-  if (r.active) {
-    // Spread over the segment; a segment shorter than that repeats rows.
-    const int64_t apart = (r.end - r.segment_row) / kOriginRows;
-#pragma unroll
-    for (int i = 0; i < kOriginRows; ++i) {
+  Acc mean[kLanes] = {}, squares[kLanes] = {};
+  const int rows = r.row >= r.end ? 0 : static_cast<int>((r.end - r.row + g.down - 1) / g.down);
+  wait_for_earlier_kernels();
+  if (rows > 0) {
+    const auto load = [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); };
+    Acc origin[kLanes] = {}, sum[kLanes] = {};
+    const auto add = [&](int64_t, Lanes<T, kLanes> word) {
       Acc value[kLanes];
-      widen(load_lanes<kLanes>(z + (r.segment_row + i * apart) * g.channels), value);
+      widen(word, value);
 #pragma unroll
-      for (int c = 0; c < kLanes; ++c) origin[c] += value[c] * (Acc(1) / kOriginRows);
+      for (int c = 0; c < kLanes; ++c) {
+        const Acc d = value[c] - origin[c];
+        sum[c] += d;
+        squares[c] += d * d;
+      }
+    };
+    Lanes<T, kLanes> words[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) words[i] = load(r.row + (i < rows ? i : 0) * g.down);
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      Acc value[kLanes];
+      widen(words[i], value);
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) origin[c] += value[c] * (Acc(1) / kUnroll);
     }
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) origin[c] = finite_origin(origin[c]);
-    for_rows(
-        r.row, r.end, g.down, [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); },
-        [&](int64_t, Lanes<T, kLanes> word) {
-          Acc value[kLanes];
-          widen(word, value);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) {
-            const Acc d = value[c] - origin[c];
-            sum[c] += d;
-            squares[c] += d * d;
-          }
-        });
+    for (int i = 0; i < kUnroll; ++i) {
+      if (i < rows) add(0, words[i]);
+    }
+    for_rows(r.row + kUnroll * g.down, r.end, g.down, load, add);
+    const Acc share = Acc(1) / static_cast<Acc>(rows);
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) {
+      mean[c] = origin[c] + sum[c] * share;
+      squares[c] -= sum[c] * (sum[c] * share);
+    }
   }
-  sum_down<kThreads>(sum, squares, g.across, g.down, scratch);
-  if (!r.active || threadIdx.x >= g.across) return;
-  const Partials<Acc> out = Partials<Acc>::at(a.workspace, g.segments, g.channels);
-  const Acc count = static_cast<Acc>(r.end - r.segment_row);
+  if (threadIdx.x < g.across) {
 #pragma unroll
-  for (int c = 0; c < kLanes; ++c) {
-    const int64_t i = int64_t(r.segment) * g.channels + r.channel + c;
-    out.first[i] = origin[c] + sum[c] / count;
-    out.second[i] = squares[c] - sum[c] * (sum[c] / count);
+    for (int c = 0; c < kLanes; ++c) origins[c * g.across + threadIdx.x] = finite_origin(mean[c]);
+  }
+  __syncthreads();
+  Acc sum[kLanes] = {};
+  if (rows > 0) {
+    const Acc count = static_cast<Acc>(rows);
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) {
+      const Acc d = mean[c] - origins[c * g.across + threadIdx.x % g.across];
+      sum[c] = count * d;
+      squares[c] += sum[c] * d;
+    }
+  }
+  const Column<Acc> column = sum_down<kLanes>(g, sum, squares, scratch);
+  if (!column.active) return;
+  const int64_t count = min(g.rows - r.segment_row, g.segment_rows);
+  const Acc share = column.sums.first / static_cast<Acc>(count);
+  Partials<Acc>::at(a.workspace, g)
+      .store(g, r.segment, column, origins[column.index] + share, column.sums.second - column.sums.first * share);
+}
+
+// 8 columns, which are one sector of floats, x 64 segments at a time, and 8 loads in flight per thread: all segments of
+// most matrices. Narrow blocks spread over more multiprocessors, and fit beside the blocks that they wait for.
+constexpr int kFinishAcross = 8, kFinishDown = 64, kFinishThreads = kFinishAcross * kFinishDown, kFinishUnroll = 8;
+constexpr int kFinishWarps = kFinishThreads / 32;
+static_assert(32 % kFinishAcross == 0 && kFinishWarps >= kFinishAcross && 32 % kFinishWarps == 0);
+
+// The sums over all segments of what use(segment, partials, sums) adds, for the column with the number of the thread's
+// warp: in the first warps afterwards, and in a fixed order. Called by whole blocks.
+template <class Acc, class Use>
+__device__ __forceinline__ Sums<Acc> sum_segments(const RowGrid& g, const Partials<Acc>& in, Use&& use) {
+  __shared__ Acc scratch[2][kFinishAcross][kFinishWarps + 1];
+  const int x = threadIdx.x % kFinishAcross, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = blockIdx.x * kFinishAcross + x;
+  Sums<Acc> mine = {};
+  const auto add_lanes = [&](int from, int to) {
+    for (int apart = from; apart < to; apart *= 2) {
+      mine.first += __shfl_xor_sync(0xffffffffu, mine.first, apart);
+      mine.second += __shfl_xor_sync(0xffffffffu, mine.second, apart);
+    }
+  };
+  if (column < in.columns) {
+    for_rows<kFinishUnroll>(
+        threadIdx.x / kFinishAcross, g.segments, kFinishDown,
+        [&](int64_t segment) {
+          const int64_t i = segment * in.columns + column;
+          return Sums<Acc>{in.first[i], in.second[i]};
+        },
+        [&](int64_t segment, const Sums<Acc>& partial) { use(segment, partial, mine); });
+  }
+  add_lanes(kFinishAcross, 32);
+  if (lane < kFinishAcross) {
+    scratch[0][x][warp] = mine.first;
+    scratch[1][x][warp] = mine.second;
+  }
+  __syncthreads();
+  mine = {};
+  if (warp < kFinishAcross && lane < kFinishWarps) mine = {scratch[0][warp][lane], scratch[1][warp][lane]};
+  add_lanes(1, kFinishWarps);
+  return mine;
+}
+
+// The channel whose sums the calling thread has after sum_segments; past the matrix if none.
+__device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
+  const int warp = threadIdx.x / 32, column = blockIdx.x * kFinishAcross + warp;
+  if (threadIdx.x % 32 != 0 || warp >= kFinishAcross || column >= g.chunks * g.columns()) return g.channels;
+  return channel_of_column(g, column / g.columns(), column % g.columns());
+}
+
+template <class Acc>
+__device__ __forceinline__ void store_channel(void* vector, DType dtype, int channel, Acc value) {
+  switch (dtype) {
+    case DType::kFloat16: static_cast<__half*>(vector)[channel] = convert<__half>(value); break;
+    case DType::kBFloat16: static_cast<__nv_bfloat16*>(vector)[channel] = convert<__nv_bfloat16>(value); break;
+    case DType::kFloat32: static_cast<float*>(vector)[channel] = convert<float>(value); break;
+    default: static_cast<double*>(vector)[channel] = convert<double>(value); break;
   }
 }
 
-// 32 channels x 32 segments at a time.
-constexpr int kFinishAcross = 32, kFinishDown = 32, kFinishThreads = kFinishAcross * kFinishDown;
+template <class Acc>
+__device__ __forceinline__ Acc blend(Acc old, Acc batch, Acc factor) {
+  return fma(Acc(1) - factor, old, factor * batch);  // spelled out: the same rounding wherever it is compiled
+}
 
 // Mean and variance of all rows from those of the segments (Chan et al.), relative to the mean of the first segment.
+// running.running_mean is null, or the buffers move too, by a momentum that does not depend on the counter.
 template <class Acc>
-__global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const BatchNormStatsArgs a, const RowGrid g) {
-  __shared__ Acc scratch[2 * kFinishThreads];
-  const Partials<Acc> in = Partials<Acc>::at(a.workspace, g.segments, g.channels);
-  const int channel = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
-  Acc origin = 0, sum[1] = {}, squares[1] = {};
-  if (channel < g.channels) {
-    origin = finite_origin(in.first[channel]);
-    struct Partial {
-      Acc mean, squares;
-    };
-    for_rows(
-        threadIdx.x / kFinishAcross, g.segments, kFinishDown,
-        [&](int64_t segment) {
-          const int64_t i = segment * g.channels + channel;
-          return Partial{in.first[i], in.second[i]};
-        },
-        [&](int64_t segment, const Partial& partial) {
-          const Acc count = static_cast<Acc>(min(g.segment_rows, g.rows - segment * g.segment_rows));
-          const Acc d = partial.mean - origin;
-          sum[0] += count * d;
-          squares[0] += partial.squares + count * d * d;
-        });
+__global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const BatchNormStatsArgs a, const RowGrid g,
+                                                                      const RunningStatsArgs running) {
+  const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
+  const int channel = channel_after_sum(g);
+  const bool writes = channel < g.channels;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  Acc old_mean = 0, old_var = 0;  // asked for before the sums, which take as long to come
+  if (writes && running.running_mean != nullptr) {
+    old_mean = load_channel<Acc>({running.running_mean, running.running_dtype}, channel, Acc(0));
+    old_var = load_channel<Acc>({running.running_var, running.running_dtype}, channel, Acc(0));
   }
-  sum_down<kFinishThreads>(sum, squares, kFinishAcross, kFinishDown, scratch);
-  if (channel >= g.channels || threadIdx.x >= kFinishAcross) return;
-  const Acc count = static_cast<Acc>(g.rows);
-  const Acc var = (squares[0] - sum[0] * (sum[0] / count)) / count;
-  static_cast<Acc*>(a.mean)[channel] = origin + sum[0] / count;
-  static_cast<Acc*>(a.var)[channel] = var < Acc(0) ? Acc(0) : var;  // keeps NaN, unlike max
+  // Of the warp's own column afterwards, of the thread's before.
+  const int before = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
+  const int after = blockIdx.x * kFinishAcross + threadIdx.x / 32;
+  const Acc origin = before < in.columns ? finite_origin(in.first[before]) : Acc(0);
+  const Acc own_origin = writes ? finite_origin(in.first[after]) : Acc(0);
+  const Sums<Acc> sums = sum_segments<Acc>(g, in, [&](int64_t segment, const Sums<Acc>& partial, Sums<Acc>& mine) {
+    const Acc count = static_cast<Acc>(min(g.segment_rows, g.rows - segment * g.segment_rows));
+    const Acc d = partial.first - origin;
+    mine.first += count * d;
+    mine.second += partial.second + count * d * d;
+  });
+  if (!writes) return;
+  const Acc count = static_cast<Acc>(g.rows), share = sums.first / count;
+  const Acc mean = own_origin + share;
+  const Acc spread = (sums.second - sums.first * share) / count;
+  const Acc var = spread < Acc(0) ? Acc(0) : spread;  // keeps NaN, unlike max
+  static_cast<Acc*>(a.mean)[channel] = mean;
+  static_cast<Acc*>(a.var)[channel] = var;
+  if (running.running_mean == nullptr) return;
+  if (channel == 0 && running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
+  const Acc factor = static_cast<Acc>(running.momentum);
+  store_channel(running.running_mean, running.running_dtype, channel, blend(old_mean, mean, factor));
+  store_channel(running.running_var, running.running_dtype, channel,
+                blend(old_var, var * static_cast<Acc>(running.unbias), factor));
 }
 
 template <class Acc>
@@ -238,10 +422,29 @@ __device__ __forceinline__ Acc invstd_of(const Affine& affine, int channel) {
   return Acc(1) / sqrt(load_channel<Acc>(affine.var, channel, Acc(1)) + Acc(affine.eps));
 }
 
-// Per-channel values of a block in shared memory: each is computed once, by one thread, and read by `down` of them.
-constexpr int kBlockChannels = 256;
-static_assert(kBlockChannels <= kThreads);
+// A channel's values. Vectors in Acc, as in every module under autocast, are loaded together: load_channel() branches on
+// the dtype, and four of them one after the other wait for memory four times.
+template <class Acc>
+struct ChannelValues {
+  Acc mean, var, gamma, beta;
 
+  __device__ __forceinline__ ChannelValues(const Affine& a, int channel) {
+    constexpr DType kOwn = std::is_same_v<Acc, double> ? DType::kFloat64 : DType::kFloat32;
+    const auto own = [](const ChannelVector& v) { return v.data == nullptr || v.dtype == kOwn; };
+    if (own(a.mean) && own(a.var) && own(a.gamma) && own(a.beta)) {
+      const auto load = [channel](const ChannelVector& v, Acc absent) {
+        return v.data != nullptr ? static_cast<const Acc*>(v.data)[channel] : absent;
+      };
+      mean = load(a.mean, Acc(0)), var = load(a.var, Acc(1)), gamma = load(a.gamma, Acc(1)),
+      beta = load(a.beta, Acc(0));
+    } else {
+      mean = load_channel<Acc>(a.mean, channel, Acc(0)), var = load_channel<Acc>(a.var, channel, Acc(1));
+      gamma = load_channel<Acc>(a.gamma, channel, Acc(1)), beta = load_channel<Acc>(a.beta, channel, Acc(0));
+    }
+  }
+};
+
+// Per-channel values of a block in shared memory: each is computed once, by one thread, and read by `down` of them.
 // u = (z - mean) * scale + beta. With the mean subtracted first, a mean that dwarfs the spread costs nothing;
 // z * scale + shift would cancel.
 template <class Acc>
@@ -250,9 +453,10 @@ struct NormTable {
 
   __device__ __forceinline__ void set(int i, const Affine& affine, int channel) {
     const bool normed = affine.mean.data != nullptr;
-    mean[i] = load_channel<Acc>(affine.mean, channel, Acc(0)) - load_channel<Acc>(affine.bias, channel, Acc(0));
-    scale[i] = normed ? load_channel<Acc>(affine.gamma, channel, Acc(1)) * invstd_of<Acc>(affine, channel) : Acc(1);
-    beta[i] = normed ? load_channel<Acc>(affine.beta, channel, Acc(0)) : Acc(0);
+    const ChannelValues<Acc> of(affine, channel);
+    mean[i] = of.mean - load_channel<Acc>(affine.bias, channel, Acc(0));
+    scale[i] = normed ? of.gamma * (Acc(1) / sqrt(of.var + Acc(affine.eps))) : Acc(1);
+    beta[i] = normed ? of.beta : Acc(0);
   }
 };
 
@@ -295,50 +499,45 @@ __device__ __forceinline__ void multiply_by_gradient(Accumulator<T> (&grad)[kLan
 }
 
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
+struct ActWords {
+  Lanes<T, kLanes> z, residual;
+};
+
+template <class T, int kLanes>
+__global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
   using Acc = Accumulator<T>;
-  using Word = Lanes<T, kLanes>;
+  using Words = ActWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
-  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
+  let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g, true);
-  if (!r.active) return;
   const T* const z = static_cast<const T*>(a.z) + r.channel;
+  const T* const residual = static_cast<const T*>(a.residual) + r.channel;
   T* const y = static_cast<T*>(a.y) + r.channel;
+  const bool adds = a.residual != nullptr;
+  const auto load = [&](int64_t row) {
+    Words words = {load_lanes<kLanes>(z + row * g.channels), {}};
+    if (adds) words.residual = load_lanes<kLanes>(residual + row * a.residual_stride);
+    return words;
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
+  if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
-  const auto normalise = [&](Word word, Acc(&u)[kLanes]) {
-    widen(word, u);
+  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+    Acc u[kLanes];
+    widen(words.z, u);
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) u[c] = (u[c] - norm.mean[c]) * norm.scale[c] + norm.beta[c];
     activate_all<T>(u, a.act);
-  };
-  if (a.residual == nullptr) {
-    for_rows(
-        r.row, r.end, g.down, [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); },
-        [&](int64_t row, Word word) {
-          Acc u[kLanes];
-          normalise(word, u);
-          store_lanes(y + row * g.channels, narrow<T>(u));
-        });
-  } else {
-    const T* const residual = static_cast<const T*>(a.residual) + r.channel;
-    struct Words {
-      Word z, residual;
-    };
-    for_rows(
-        r.row, r.end, g.down,
-        [&](int64_t row) {
-          return Words{load_lanes<kLanes>(z + row * g.channels),
-                       load_lanes<kLanes>(residual + row * a.residual_stride)};
-        },
-        [&](int64_t row, const Words& words) {
-          Acc u[kLanes], more[kLanes];
-          normalise(words.z, u);
-          widen(words.residual, more);
+    if (adds) {
+      Acc more[kLanes];
+      widen(words.residual, more);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) u[c] += more[c];
-          store_lanes(y + row * g.channels, narrow<T>(u));
-        });
-  }
+      for (int c = 0; c < kLanes; ++c) u[c] += more[c];
+    }
+    store_lanes(y + row * g.channels, narrow<T>(u));
+  });
 }
 
 template <class T, int kLanes>
@@ -364,92 +563,88 @@ __device__ __forceinline__ void differentiate(const GradWords<T, kLanes>& words,
 
 // Sums of du and of du * (z - mean) per segment; the factor invstd of xhat waits for the second launch.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void backward_sums_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(const BatchNormBackwardArgs a,
+                                                                                const RowGrid g) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
-  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
-  __shared__ Acc scratch[2 * kThreads * kLanes];
+  __shared__ Scratch<Acc, kLanes> scratch;
+  let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g, false);
+  const T* const z = static_cast<const T*>(a.z) + r.channel;
+  const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
+  const auto load = [&](int64_t row) {
+    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   Acc sum[kLanes] = {}, weighted[kLanes] = {};
   if (r.active) {
-    const T* const z = static_cast<const T*>(a.z) + r.channel;
-    const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
     const Norm<Acc, kLanes> norm(table, r.local);
-    for_rows(
-        r.row, r.end, g.down,
-        [&](int64_t row) {
-          return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
-        },
-        [&](int64_t, const Words& words) {
-          Acc grad[kLanes], d[kLanes];
-          differentiate<T>(words, norm, a.act, grad, d);
+    for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t, const Words& words) {
+      Acc grad[kLanes], d[kLanes];
+      differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) {
-            sum[c] += grad[c];
-            weighted[c] += grad[c] * d[c];
-          }
-        });
+      for (int c = 0; c < kLanes; ++c) {
+        sum[c] += grad[c];
+        weighted[c] += grad[c] * d[c];
+      }
+    });
   }
-  sum_down<kThreads>(sum, weighted, g.across, g.down, scratch);
-  if (!r.active || threadIdx.x >= g.across) return;
-  const Partials<Acc> out = Partials<Acc>::at(a.workspace, g.segments, g.channels);
-#pragma unroll
-  for (int c = 0; c < kLanes; ++c) {
-    const int64_t i = int64_t(r.segment) * g.channels + r.channel + c;
-    out.first[i] = sum[c];
-    out.second[i] = weighted[c];
-  }
+  const Column<Acc> column = sum_down<kLanes>(g, sum, weighted, scratch);
+  if (!column.active) return;
+  Partials<Acc>::at(a.workspace, g).store(g, r.segment, column, column.sums.first, column.sums.second);
 }
 
 template <class Acc>
 __global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
-  __shared__ Acc scratch[2 * kFinishThreads];
-  const Partials<Acc> in = Partials<Acc>::at(a.workspace, g.segments, g.channels);
-  const int channel = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
-  Acc sum[1] = {}, weighted[1] = {};
-  if (channel < g.channels) {
-    struct Partial {
-      Acc sum, weighted;
-    };
-    for_rows(
-        threadIdx.x / kFinishAcross, g.segments, kFinishDown,
-        [&](int64_t segment) {
-          const int64_t i = segment * g.channels + channel;
-          return Partial{in.first[i], in.second[i]};
-        },
-        [&](int64_t, const Partial& partial) {
-          sum[0] += partial.sum;
-          weighted[0] += partial.weighted;
-        });
-  }
-  sum_down<kFinishThreads>(sum, weighted, kFinishAcross, kFinishDown, scratch);
-  if (channel >= g.channels || threadIdx.x >= kFinishAcross) return;
-  static_cast<Acc*>(a.grad_beta)[channel] = sum[0];
-  static_cast<Acc*>(a.grad_gamma)[channel] = weighted[0] * invstd_of<Acc>(a.affine, channel);
+  const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
+  const int channel = channel_after_sum(g);
+  const bool writes = channel < g.channels;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
+  Acc invstd = 0;  // asked for before the sums, which take as long to come
+  if (writes) invstd = invstd_of<Acc>(a.affine, channel);
+  const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int64_t, const Sums<Acc>& partial, Sums<Acc>& mine) {
+    mine.first += partial.first;
+    mine.second += partial.second;
+  });
+  if (!writes) return;
+  static_cast<Acc*>(a.grad_beta)[channel] = sums.first;
+  static_cast<Acc*>(a.grad_gamma)[channel] = sums.second * invstd;
 }
 
 // grad_z = scale * du - (offset + slope * (z - mean)), offset and slope from the sums; both 0 for fixed statistics.
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads) void backward_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const BatchNormBackwardArgs a,
+                                                                           const RowGrid g) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ __align__(16) Acc offsets[kBlockChannels], slopes[kBlockChannels];
-  fill_table<kLanes>(g, [&](int i, int channel) {
-    table.set(i, a.affine, channel);
-    offsets[i] = slopes[i] = Acc(0);
-    if (a.batch_stats) {
-      const Acc factor = table.scale[i] / static_cast<Acc>(g.rows);
-      offsets[i] = factor * static_cast<const Acc*>(a.grad_beta)[channel];
-      slopes[i] = factor * invstd_of<Acc>(a.affine, channel) * static_cast<const Acc*>(a.grad_gamma)[channel];
-    }
-  });
+  let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g, true);
-  if (!r.active) return;
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
   T* const grad_z = static_cast<T*>(a.grad_z) + r.channel;
+  const auto load = [&](int64_t row) {
+    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  };
+  wait_for_earlier_kernels();
+  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  fill_table<kLanes>(g, [&](int i, int channel) {
+    Acc grad_beta = 0, grad_gamma = 0;
+    if (a.batch_stats) {
+      grad_beta = static_cast<const Acc*>(a.grad_beta)[channel];
+      grad_gamma = static_cast<const Acc*>(a.grad_gamma)[channel];
+    }
+    table.set(i, a.affine, channel);
+    const Acc factor = table.scale[i] / static_cast<Acc>(g.rows);
+    offsets[i] = a.batch_stats ? factor * grad_beta : Acc(0);
+    slopes[i] = a.batch_stats ? factor * invstd_of<Acc>(a.affine, channel) * grad_gamma : Acc(0);
+  });
+  if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
   Acc offset[kLanes], slope[kLanes];
 #pragma unroll
@@ -457,100 +652,96 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const BatchNormBackw
     offset[c] = offsets[r.local + c];
     slope[c] = slopes[r.local + c];
   }
-  for_rows(
-      r.row, r.end, g.down,
-      [&](int64_t row) {
-        return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
-      },
-      [&](int64_t row, const Words& words) {
-        Acc grad[kLanes], d[kLanes];
-        differentiate<T>(words, norm, a.act, grad, d);
+  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+    Acc grad[kLanes], d[kLanes];
+    differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
-        for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
-        store_lanes(grad_z + row * g.channels, narrow<T>(grad));
-      });
-}
-
-template <class Acc>
-__device__ __forceinline__ void blend(void* running, DType dtype, int channel, Acc batch, Acc factor) {
-  const Acc old = load_channel<Acc>({running, dtype}, channel, Acc(0));
-  const Acc value = (Acc(1) - factor) * old + factor * batch;
-  switch (dtype) {
-    case DType::kFloat16: static_cast<__half*>(running)[channel] = convert<__half>(value); break;
-    case DType::kBFloat16: static_cast<__nv_bfloat16*>(running)[channel] = convert<__nv_bfloat16>(value); break;
-    case DType::kFloat32: static_cast<float*>(running)[channel] = convert<float>(value); break;
-    default: static_cast<double*>(running)[channel] = convert<double>(value); break;
-  }
+    for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
+    store_lanes(grad_z + row * g.channels, narrow<T>(grad));
+  });
 }
 
 // One block, because every channel needs the counter after its one increment.
 template <class Acc>
 __global__ __launch_bounds__(1024) void running_stats_kernel(const RunningStatsArgs a) {
   __shared__ int64_t batches;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
   if (threadIdx.x == 0 && a.num_batches_tracked != nullptr) batches = ++*a.num_batches_tracked;
   __syncthreads();
   // nn.BatchNorm2d without a momentum and without a counter leaves its buffers alone.
   if (a.momentum < 0 && a.num_batches_tracked == nullptr) return;
   const Acc factor = a.momentum < 0 ? Acc(1) / static_cast<Acc>(batches) : static_cast<Acc>(a.momentum);
+  const auto move = [&](void* running, int channel, Acc batch) {
+    const Acc old = load_channel<Acc>({running, a.running_dtype}, channel, Acc(0));
+    store_channel(running, a.running_dtype, channel, blend(old, batch, factor));
+  };
   for (int c = threadIdx.x; c < a.channels; c += blockDim.x) {
-    blend(a.running_mean, a.running_dtype, c, static_cast<const Acc*>(a.mean)[c], factor);
-    blend(a.running_var, a.running_dtype, c, static_cast<const Acc*>(a.var)[c] * static_cast<Acc>(a.unbias), factor);
+    move(a.running_mean, c, static_cast<const Acc*>(a.mean)[c]);
+    move(a.running_var, c, static_cast<const Acc*>(a.var)[c] * static_cast<Acc>(a.unbias));
   }
 }
 
-// Calls launch(TypeTag<T>, std::integral_constant<int, lanes>): words of 16 bytes, or single elements.
-template <class Launch>
+// Calls launch(TypeTag<T>, std::integral_constant<int, lanes>): words of kBytes, or single elements.
+template <int kBytes, class Launch>
 void with_lanes(DType dtype, bool words, Launch&& launch) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (words) {
-      launch(tag, std::integral_constant<int, kLanesOf16Bytes<T>>{});
+      launch(tag, std::integral_constant<int, kBytes / static_cast<int>(sizeof(T))>{});
     } else {
       launch(tag, std::integral_constant<int, 1>{});
     }
   });
 }
 
-bool words_fit(DType dtype, int channels, std::initializer_list<const void*> pointers,
+bool words_fit(int bytes, DType dtype, int channels, std::initializer_list<const void*> pointers,
                std::initializer_list<int64_t> strides) {
-  const int lanes = 16 / size_of(dtype);
+  const int lanes = bytes / size_of(dtype);
   return channels % lanes == 0 &&
-         std::all_of(pointers.begin(), pointers.end(), [](const void* p) { return is_aligned(p, 16); }) &&
+         std::all_of(pointers.begin(), pointers.end(), [&](const void* p) { return is_aligned(p, bytes); }) &&
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return stride % lanes == 0; });
 }
 
 unsigned int blocks_of(const RowGrid& g) { return checked_grid(int64_t(g.segments) * g.chunks, "batch_norm"); }
+unsigned int finish_blocks_of(const RowGrid& g) { return ceil_div(g.chunks * g.columns(), kFinishAcross); }
 
 }  // namespace
 
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype) {
-  const int lanes = 16 / size_of(dtype);  // whether words fit depends on pointers too: room for either cut
-  const int segments =
-      std::max(cut_rows(rows, channels, lanes, kSumBlocks).segments, cut_rows(rows, channels, 1, kSumBlocks).segments);
-  return int64_t(2) * segments * channels * (dtype == DType::kFloat64 ? 8 : 4);
+  const auto partials = [&](int lanes) {
+    const RowGrid g = cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kPassBlocks));
+    return int64_t(2) * g.segments * g.chunks * g.columns();
+  };
+  // Whether words fit depends on pointers too: room for either cut.
+  const int size = size_of(dtype);
+  return std::max({partials(kStatsBytes / size), partials(kPassBytes / size), partials(1)}) *
+         (dtype == DType::kFloat64 ? 8 : 4);
 }
 
-void batch_norm_stats(const BatchNormStatsArgs& a, DType dtype, cudaStream_t stream) {
-  with_lanes(dtype, words_fit(dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
+void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* running, DType dtype, cudaStream_t stream) {
+  // A cumulative average needs the counter before it needs the average.
+  const bool together = running != nullptr && running->momentum >= 0;
+  const RunningStatsArgs moved = together ? *running : RunningStatsArgs{};
+  with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kSumBlocks);
-    stats_kernel<T, kLanes><<<blocks_of(g), kThreads, 0, stream>>>(a, g);
-    check_launch("batch_norm_stats");
-    finish_stats_kernel<Accumulator<T>><<<ceil_div(a.channels, kFinishAcross), kFinishThreads, 0, stream>>>(a, g);
-    check_launch("batch_norm_stats, second pass");
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, kStatsRows);
+    launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
+    launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
+                                                          kFinishThreads, 0, stream, a, g, moved);
   });
+  if (running != nullptr && !together) update_running_stats(*running, stream);
 }
 
 void batch_norm_act(const BatchNormActArgs& a, DType dtype, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride});
-  with_lanes(dtype, words, [&](auto tag, auto lanes) {
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride});
+  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kElementBlocks);
-    act_kernel<T, kLanes><<<blocks_of(g), kThreads, 0, stream>>>(a, g);
-    check_launch("batch_norm_act");
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
+    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g);
   });
 }
 
@@ -558,21 +749,20 @@ void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream
   if (a.batch_stats && (a.grad_beta == nullptr || a.grad_gamma == nullptr || a.affine.mean.data == nullptr)) {
     fail("batch_norm_backward: batch statistics need mean, grad_beta and grad_gamma");
   }
-  const bool words = words_fit(dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
-  with_lanes(dtype, words, [&](auto tag, auto lanes) {
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
+  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
     if (a.grad_beta != nullptr && a.grad_gamma != nullptr) {
-      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kSumBlocks);
-      backward_sums_kernel<T, kLanes><<<blocks_of(g), kThreads, 0, stream>>>(a, g);
-      check_launch("batch_norm_backward, sums");
-      finish_sums_kernel<Accumulator<T>><<<ceil_div(a.channels, kFinishAcross), kFinishThreads, 0, stream>>>(a, g);
-      check_launch("batch_norm_backward, sums, second pass");
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
+      launch_dependent<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", blocks_of(g), kThreads, 0, stream,
+                                                        a, g);
+      launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
+                                                           finish_blocks_of(g), kFinishThreads, 0, stream, a, g);
     }
     if (a.grad_z != nullptr) {
-      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kElementBlocks);
-      backward_kernel<T, kLanes><<<blocks_of(g), kThreads, 0, stream>>>(a, g);
-      check_launch("batch_norm_backward");
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
+      launch_dependent<backward_kernel<T, kLanes>>("batch_norm_backward", blocks_of(g), kThreads, 0, stream, a, g);
     }
   });
 }
@@ -580,13 +770,12 @@ void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream
 void update_running_stats(const RunningStatsArgs& a, cudaStream_t stream) {
   const int threads = std::min(1024, round_up(a.channels, 32));
   if (a.stats_dtype == DType::kFloat64) {
-    running_stats_kernel<double><<<1, threads, 0, stream>>>(a);
+    launch_dependent<running_stats_kernel<double>>("update_running_stats", 1, threads, 0, stream, a);
   } else if (a.stats_dtype == DType::kFloat32) {
-    running_stats_kernel<float><<<1, threads, 0, stream>>>(a);
+    launch_dependent<running_stats_kernel<float>>("update_running_stats", 1, threads, 0, stream, a);
   } else {
     fail("update_running_stats: statistics are float32 or float64, got ", name_of(a.stats_dtype));
   }
-  check_launch("update_running_stats");
 }
 
 }  // namespace yolo12_fastconv

@@ -283,7 +283,7 @@ __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, i
   const int lane = threadIdx.x % 32;
   const int channel = group * Config::kGroupChannels + lane % 4 * Config::kLaneChannels;
   const int64_t row = (int64_t(tile.n) * args.out_h + p) * args.out_w;
-  const bool silu = Config::kFast || args.act == Act::kSilu;
+  const bool silu = args.act == Act::kSilu;
   ScaleShift<float> a[Config::kLaneChannels];
 #pragma unroll
   for (int e = 0; e < Config::kLaneChannels; e += 2) {
@@ -299,8 +299,11 @@ __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, i
       float values[Config::kLaneChannels];
 #pragma unroll
       for (int e = 0; e < Config::kLaneChannels; ++e) {
-        const float u = fmaf(sum.value[m][e / 2][half * 2 + e % 2], a[e].scale, a[e].shift);
-        values[e] = silu ? silu_of_half(u) : u;
+        values[e] = fmaf(sum.value[m][e / 2][half * 2 + e % 2], a[e].scale, a[e].shift);
+      }
+      if (silu) {
+#pragma unroll
+        for (int e = 0; e < Config::kLaneChannels; ++e) values[e] = silu_of_half(values[e]);
       }
       if (q < args.out_w) write_channels<Config>(args, tile, p, q, row + q, channel, values);
     }
@@ -420,12 +423,12 @@ void launch(const ConvArgs& a, StemArgs s, cudaStream_t stream) {
 enum class Kind { kPlanar, kInterleaved, kGeneral };
 
 // The fast kernels take 3 channels with a horizontal stride of 2, x in aligned vectors of 8 pixels that are wholly inside
-// of the image or outside, SiLU and no residual, and write whole vectors.
+// of the image or outside, and no residual, and write whole vectors.
 Kind kind_of(const ConvArgs& a, DType x_dtype) {
   const ConvShape& s = a.shape;
   const Strides& x = a.x_strides;
   const auto aligned = [&](int size, int64_t stride) { return size == 1 || stride % (16 / size_of(x_dtype)) == 0; };
-  if (s.in_channels != 3 || s.stride_w != 2 || a.act != Act::kSilu || a.residual != nullptr ||
+  if (s.in_channels != 3 || s.stride_w != 2 || a.residual != nullptr ||
       s.out_channels % (s.out_channels <= 16 ? 4 : 8) != 0 || s.in_w % kChunkPixels != 0 || !is_aligned(a.x, 16) ||
       !aligned(s.batch, x.n) || !aligned(s.in_h, x.h)) {
     return Kind::kGeneral;
