@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.utils.deterministic
 from torch import nn
 
 from yolo12_fastconv import _autopatch, _compat, _config
@@ -167,17 +166,20 @@ def unfilled_memory() -> Iterator[None]:
     """Keeps torch from filling what it allocates while deterministic algorithms are on.
 
     Ultralytics trains with ``deterministic=True`` by default, and torch then fills every uninitialised tensor with NaN:
-    11 of 91 ms of GPU time a step of YOLO12m. Results are the same without, and repeat bit by bit: neither torch's ops
-    nor this package's read memory that nobody wrote. The filling makes mistakes repeatable, not results.
+    11 of 91 ms of GPU time a step of YOLO12m. Newer Ultralytics switches that off by itself. Results are the same
+    without, and repeat bit by bit: neither torch's ops nor this package's read memory that nobody wrote. The filling
+    makes mistakes repeatable, not results.
 
-    The switch is one for the whole process; it is put back as it was, also after an error.
+    The switch is one for the whole process; if it was on, it is put back on, also after an error.
     """
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    if not torch._C._get_deterministic_fill_uninitialized_memory():
+        yield
+        return
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        torch._C._set_deterministic_fill_uninitialized_memory(True)
 
 
 def patch_for_training(model: nn.Module, options: dict[str, Any]) -> None:
