@@ -59,12 +59,6 @@ Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w
   return empty_strided(like, {n, c, h, w}, {h * w * pitch, 1, w * pitch, pitch}, torch_dtype(dtype));
 }
 
-Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-  return empty_strided(like, sizes, strides, torch_dtype(dtype));
-}
-
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype) {
   return empty_strided(like, {size}, {1}, torch_dtype(dtype));
 }

@@ -26,8 +26,6 @@ Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w
 // Uninitialised dense tensor, and one of one dimension.
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype);
-// Likewise of any dimensions.
-Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
 // Uninitialised bytes.
 Tensor empty_bytes(const Tensor& like, int64_t size);
 
