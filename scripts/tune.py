@@ -210,14 +210,14 @@ class _Query(ctypes.Structure):
                 "kernel_w",
             ),
             *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups", "tile"),
-            *("pixels", "channels", "depth", "mode", "resident", "cluster", "pixel_stages", "weight_stages"),
+            *("pixels", "channels", "depth", "mode", "resident", "pixel_stages", "weight_stages"),
         )
     ]
 
 
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)")
-_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)(?:-x(\d))?-(\d+)\+(\d+)")
+_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(\d+)\+(\d+)")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
 
@@ -249,10 +249,9 @@ class Model:
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")
-        pixels, channels, depth, mode, weights, cluster, *stages = found.groups()
+        pixels, channels, depth, mode, weights, *stages = found.groups()
         sizes = map(int, (pixels, channels, depth))
-        way = (_MODES.index(mode), weights == "resident", int(cluster or 1))
-        return _Query(*shape, -1, *sizes, *way, *map(int, stages))
+        return _Query(*shape, -1, *sizes, _MODES.index(mode), weights == "resident", *map(int, stages))
 
     def cycles(self, queries: ctypes.Array[_Query], costs: Vector) -> Vector:
         cycles = np.empty(len(queries))

@@ -128,58 +128,6 @@ def test_error_and_repetition(cuda, convs, residual, sliced, dtype):
     assert not problems, "\n".join(problems)
 
 
-# Clusters: an odd number of tiles, fewer tiles than blocks, several rounds, workers that lag, all modes and widths.
-CLUSTERED = [
-    Conv((1, 192, 40, 40), 192, 3, 1, 1, 1),
-    Conv((1, 256, 20, 20), 96, 1, 1, 0, 1),
-    Conv((3, 128, 17, 23), 256, 3, 2, 1, 1),
-    Conv((1, 96, 8, 24), 64, 3, 1, 1, 1),
-    Conv((2, 60, 13, 11), 51, 1, 1, 0, 1),
-    Conv((8, 512, 40, 40), 256, 1, 1, 0, 1),
-    Conv((8, 256, 40, 40), 192, 3, 1, 1, 1),
-    Conv((16, 384, 80, 80), 384, 1, 1, 0, 1),
-]
-
-
-@pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("conv", CLUSTERED, ids=str)
-def test_clusters_return_what_single_blocks_do(cuda, monkeypatch, conv, dtype):
-    """Resident weights bit by bit: the order of sums does not depend on who copies them. Streamed ones may begin
-    at another block of channels, where workers lag behind each other."""
-    (n, c, h, w), k, kernel, stride, padding, dilation = conv
-    torch.manual_seed(0)
-    x = torch.randn(n, c, h, w, device=cuda).to(dtype).contiguous(memory_format=torch.channels_last)
-    weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
-    geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
-    names = ops.kernel_candidates(
-        conv.size, weight.shape, *geometry, 1, dtype, tf32=dtype == torch.float32, capability=90
-    )
-    clustered = [name for name in names if "-x2-" in name]
-    assert clustered, names
-    results: dict[str, Tensor] = {}
-    problems = []
-    for name in clustered:
-        plan = name.split("-")[:3]
-        single = next(
-            (other for other in names if other.split("-")[:3] == plan and other not in clustered), ""
-        )
-        for chosen in filter(None, (single, name, name)):
-            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", chosen)
-            got = ops.conv_bn_act(x, weight, None, None, None, *geometry)
-            if chosen in results and not torch.equal(results[chosen], got):
-                problems.append(f"{chosen} repeated")
-            results[chosen] = got
-        if single and "-resident-" in name and not torch.equal(results[single], results[name]):
-            problems.append(f"{name} and {single}")
-    truth = functional.silu(functional.conv2d(x.double(), weight.double(), None, *geometry))
-    limit = 1e-3 if dtype == torch.float16 else 2e-3
-    problems += [
-        f"{name}: {error}" for name, got in results.items() if not (error := relative(got, truth)) < limit
-    ]
-    assert not problems, "\n".join(problems)
-
-
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_float_is_rounded_to_the_nearest_tf32(cuda, kernel):

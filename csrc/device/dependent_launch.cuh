@@ -23,19 +23,6 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #endif
 }
 
-// The same at the first call of wait() only: in a loop, right before what must not be done earlier, so that all that leads
-// to its first turn is done by then.
-class EarlierKernels {
- public:
-  __device__ __forceinline__ void wait() {
-    if (running_) wait_for_earlier_kernels();
-    running_ = false;
-  }
-
- private:
-  bool running_ = true;
-};
-
 // The same, but not before `prepared` is known, which depends on what should be computed by then. Otherwise ptxas puts the
 // wait first, since it needs no register, and computes addresses while memory could already be read.
 __device__ __forceinline__ void wait_for_earlier_kernels([[maybe_unused]] uint32_t prepared) {
@@ -80,36 +67,21 @@ bool waits_for_earlier_kernels() {
   return state == kYes;
 }
 
-// Launches kKernel(arguments...) so that it may overlap the end of the kernel before it, in clusters of `cluster` blocks.
+// Launches kKernel(arguments...) so that it may overlap the end of the kernel before it.
 template <auto kKernel, class... Arguments>
-void launch_clusters(const char* name, unsigned int cluster, unsigned int grid, unsigned int threads,
-                     size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2];
-  unsigned int count = 0;
-  if (waits_for_earlier_kernels<kKernel>()) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = cluster;
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
+void launch_dependent(const char* name, unsigned int grid, unsigned int threads, size_t shared_bytes,
+                      cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
+  config.attrs = &attribute;
+  config.numAttrs = waits_for_earlier_kernels<kKernel>() ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), name);
-}
-
-template <auto kKernel, class... Arguments>
-void launch_dependent(const char* name, unsigned int grid, unsigned int threads, size_t shared_bytes,
-                      cudaStream_t stream, const Arguments&... arguments) {
-  launch_clusters<kKernel>(name, 1, grid, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace yolo12_fastconv

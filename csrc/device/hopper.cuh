@@ -1,4 +1,4 @@
-// The sm_90a instructions that the sm90 implicit GEMM is made of: mbarrier, bulk tensor copies (TMA), clusters, wgmma, stmatrix.
+// The sm_90a instructions that the sm90 implicit GEMM is made of: mbarrier, bulk tensor copies (TMA), wgmma, stmatrix.
 // All addresses of shared memory are 32-bit, as the instructions take them. Empty bodies for other architectures: the
 // kernel that calls them has one too.
 #pragma once
@@ -54,43 +54,6 @@ __device__ __forceinline__ void barrier_arrive_if(uint32_t barrier, uint32_t con
 #endif
 }
 
-// Thread blocks of a cluster: `barrier`, an address in this block's shared memory, as the same place in that of block
-// `rank`; and an arrival at such a place if `condition` is not 0. It orders nothing but what wgmma has read, as it is used
-// here: with .release.cluster it would be a fence of all memory, a thousand cycles.
-__device__ __forceinline__ uint32_t barrier_of_block(uint32_t barrier, uint32_t rank) {
-  uint32_t address = barrier;
-#if YOLO12_HAS_WGMMA
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(barrier), "r"(rank));
-#endif
-  return address;
-}
-
-__device__ __forceinline__ void barrier_arrive_remote_if(uint32_t barrier, uint32_t condition) {
-#if YOLO12_HAS_WGMMA
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %1, 0;\n"
-      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
-      "}\n" ::"r"(barrier),
-      "r"(condition)
-      : "memory");
-#endif
-}
-
-// All threads of the cluster's blocks: each arrives, and then waits until all have arrived. Of what was written before
-// arriving, others see barriers that are set up, after barrier_init_fence().
-__device__ __forceinline__ void cluster_arrive() {
-#if YOLO12_HAS_WGMMA
-  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if YOLO12_HAS_WGMMA
-  asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
-#endif
-}
-
 // Arrives, and adds `bytes` that copies still have to deliver to the current phase. In the lane where `leads` is not 0, as
 // are the copies below: a warp that runs its loops as a whole keeps addresses in uniform registers, where a single lane
 // would have each copy start in a loop over lanes.
@@ -135,6 +98,21 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 
 // The box of `map` at these coordinates into shared memory; its bytes count on `barrier`.
 __device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
+                                         int c1, int c2) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(leads)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
                                          int c1, int c2, int c3) {
 #if YOLO12_HAS_WGMMA
   asm volatile(
@@ -146,23 +124,6 @@ __device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUte
       "[%2];\n"
       "}\n" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads)
-      : "memory");
-#endif
-}
-
-// The same into the shared memory of each block of the cluster whose bit of `blocks` is set, at the same place; the bytes
-// count on the barrier that lies there at the place of `barrier`.
-__device__ __forceinline__ void load_box_of_cluster(uint32_t leads, uint32_t to, const CUtensorMap* map,
-                                                    uint32_t barrier, int c0, int c1, int c2, int c3, uint32_t blocks) {
-#if YOLO12_HAS_WGMMA
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %7, 0;\n"
-      "@p cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], %8;\n"
-      "}\n" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 #endif
 }

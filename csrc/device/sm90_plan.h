@@ -29,7 +29,6 @@ struct Sm90Plan {
   int parts = 1;  // rows: blocks of input channels in a pixel stage
   PixelMode mode = PixelMode::kRows;
   bool resident = false;  // weights of the tile's channels stay in shared memory
-  int cluster = 1;  // blocks that share each copy of weights from L2
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
   bool operator==(const Sm90Plan&) const = default;
@@ -98,11 +97,6 @@ inline int sm90_weight_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
   return sm90_group_taps(s, p) * p.channels * p.row_bytes;
 }
 
-// Whether the kernel takes weights of a 1x1 in half as they are, (K, C), where their rows are not aligned to 16 bytes.
-inline bool sm90_takes_loose_weights(const ConvShape& s, const Sm90Plan& p) {
-  return s.pointwise() && p.element_bytes == 2 && p.resident && p.cluster == 1;
-}
-
 // The parts of shared memory in the order in which they lie.
 struct Sm90Layout {
   int pixels, output, affine, barriers, bytes;  // offsets; weights begin at 0
@@ -138,10 +132,8 @@ inline int64_t sm90_tiles(const ConvShape& s, const Sm90Plan& p) {
   return p.mode == PixelMode::kWindow ? int64_t(s.batch) * ceil_div(s.out_h, 8) * ceil_div(s.out_w, 8)
                                       : ceil_div<int64_t>(s.out_pixels(), 64);
 }
-// The blocks of a cluster are neighbouring columns; if tiles are few and odd, one of them has none.
-inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p, int multiprocessors = kMultiprocessors) {
-  const int64_t clusters = multiprocessors / p.cluster / ceil_div(s.out_channels, p.channels);
-  return p.cluster * std::min(std::max<int64_t>(1, clusters), ceil_div<int64_t>(sm90_tiles(s, p), p.cluster));
+inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
+  return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 
 // All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half, bfloat16, or float

@@ -18,8 +18,6 @@ struct TileCosts {
   double overlap = 3.42;  // of products, transfers and memory, which share the time: exponent of their norm
   // sm90: set-up.
   double set_up = 3120;  // from the end of the kernel before to the first stage in shared memory
-  double pack = 3700;  // a launch that packs weights of odd widths
-  double loose_bytes = 40;  //   or their copy by the kernel itself, if 8 bytes can be copied at once
   // sm90: the loops.
   double pixel_bytes = 44.1;  // resident: from L2
   double first_weight_bytes = 765;  // resident: weights, before any product
@@ -32,8 +30,6 @@ struct TileCosts {
   double tile = 1130;  // epilogue of a tile
   double channel = 11.6;  //   and per channel
   double unaligned = 1.57;  //   times this where y can't be stored in boxes
-  double cluster = 250;  // set-up of two blocks that share weights
-  double port_bytes = 58;  //   and what reaches one multiprocessor, of which L2 reads weights once for both
   double shared_read = 24.7;  // A of a wgmma through shared memory; B adds a quarter per channel
   double lagging_finish = 0.0776;  // streamed, workers one after the other: share of the epilogue that shows
   double shared_finish = 0.363;  // streamed, workers in step: of each other's stores

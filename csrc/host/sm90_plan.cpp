@@ -92,10 +92,7 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
     return plans;
   }
   const auto add = [&](Sm90Plan plan) {
-    if (!choose_stages(s, plan)) return;
-    plans.push_back(plan);
-    plan.cluster = 2;
-    if (sm90_tiles(s, plan) > 1 && choose_stages(s, plan)) plans.push_back(plan);
+    if (choose_stages(s, plan)) plans.push_back(plan);
   };
   Sm90Plan plan;
   plan.element_bytes = element_bytes;
@@ -130,7 +127,7 @@ std::string sm90_name(const Sm90Plan& p) {
   const char* mode[] = {"rows", "window", "taps"};
   name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
        << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
-       << (p.cluster > 1 ? "x" + std::to_string(p.cluster) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
+       << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }
 

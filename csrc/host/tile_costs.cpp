@@ -53,7 +53,7 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const int64_t column_tiles = ceil_div<int64_t>(tiles, columns);
   const int64_t full_rounds = column_tiles / p.workers;
   const int rest = static_cast<int>(column_tiles % p.workers);  // tiles of the last round, if it is not full
-  const double waves = ceil_div<int64_t>(channel_tiles * columns, kMultiprocessors);
+  const double waves = ceil_div(channel_tiles, kMultiprocessors);
   // Of 32 bytes each, and each as long: TF32 takes twice as many as half.
   const double steps =
       p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels * p.element_bytes, 32);
@@ -73,14 +73,13 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const double store = c.channel * p.channels * p.element_bytes / 2,
                finish = c.tile + store * (boxes ? 1 : c.unaligned);
   const double alone = std::max(control, products) + finish;  // a worker by itself
-  double compute, transfer, arriving;  // bytes
+  double compute, transfer;
   if (p.resident) {
     const auto round = [&](int tiles) {
       return tiles == 0 ? 0 : std::max({tiles * products, tiles * (finish - c.tile), alone});
     };
     compute = waves * (full_rounds * round(p.workers) + round(rest));
-    transfer = waves * column_tiles * pixel_bytes / c.pixel_bytes + weight_bytes / p.cluster / c.l2_bytes;
-    arriving = waves * column_tiles * pixel_bytes + weight_bytes;
+    transfer = waves * column_tiles * pixel_bytes / c.pixel_bytes + weight_bytes / c.l2_bytes;
   } else {
     const double lag = double(sm90_lag_blocks(p, blocks, tiles, columns)) * (p.workers - 1) / blocks;
     const auto round = [&](int tiles) {
@@ -91,18 +90,9 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     };
     compute = waves * ((full_rounds + lag) * round(p.workers) + round(rest));
     const double rounds = waves * (full_rounds + (rest > 0));
-    transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes / p.cluster) / c.l2_bytes;
-    arriving = waves * column_tiles * pixel_bytes + rounds * weight_bytes;
+    transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
-  double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
-  if (s.in_channels * p.element_bytes % 16 != 0) {  // weights in rows that are not aligned
-    const int share = s.in_channels % 4 == 0 ? 1 : s.in_channels % 2 == 0 ? 2 : 4;
-    set_up += sm90_takes_loose_weights(s, p) ? weight_bytes * share / c.loose_bytes : c.pack;
-  }
-  if (p.cluster > 1) {
-    set_up += c.cluster;
-    transfer = std::max(transfer, arriving / c.port_bytes);
-  }
+  const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
   return set_up + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
 }
 
@@ -125,8 +115,7 @@ double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const Til
   const double shared = rounds * steps * (operands + rows) * 32 / c.gemm_shared_bytes;
   const double products = rounds * steps * outputs * (lanes * 2) / (c.gemm_products * lanes / 8);
   const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / c.gemm_shared_bytes;
-  const double pack = s.in_channels % lanes == 0 ? 0 : c.pack;
-  return pack + c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
+  return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
          overlapped({chain, transfer, shared, products, memory_cycles(s, element, c)}, c) +
          rounds * (outputs / c.gemm_outputs + partial_sums);
 }

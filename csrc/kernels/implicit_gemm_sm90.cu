@@ -5,7 +5,7 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
 // channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
-// to 16 bytes), zero-filled; or as it is, (K, C), where sm90_takes_loose_weights() (device/sm90_plan.h). y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
+// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
 // with products in TF32.
 //
 // One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
@@ -17,8 +17,6 @@
 //   window: the input window of 8x8 outputs, one per residue of the stride; a filter tap is an offset of whole rows
 //           into it, which the swizzled operands of wgmma allow, so x crosses L2 once instead of R * S times
 //   taps:   64 pixels as one filter tap sees them (im2col mode of the copy engine)
-// Blocks of the same output channels may form a cluster. Then each weight stage crosses L2 once for all of them: one
-// block's copy fills the stage of every block, when the workers of all have left it.
 // The copy engine writes zeros for padding and for channels behind C. Sums are added in an order that
 // depends on the shape and the number of multiprocessors alone.
 #include <cuda.h>
@@ -27,7 +25,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "device/async_copy.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
@@ -76,12 +73,8 @@ struct KernelArgs {
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
-  const void* loose_weights;  // rows of C that are not aligned, which the workers copy themselves; null: through maps
-  int in_channels, loose_bytes;  // what an address of such a row is a multiple of: 8, 4 or 2
-  FastDivide by_loose_chunks;  // of 16 bytes, in a row in shared memory
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks per channel tile
-  int cluster;  // 1, or neighbouring columns that share their weights: 2
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
   int offset_pixels, offset_output, offset_affine, offset_barriers;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
@@ -156,22 +149,16 @@ struct Ring {
 // `column` on, so that no block has more than one tile more than another. Its workers take them in turn.
 struct BlockWork {
   int first_channel, column, tiles;
-  int rounds;  // of tiles for all workers; in a cluster, of its first block, which has no fewer than the others
-  uint32_t rank;  // in the cluster
+  int rounds;  // of tiles for all workers
 };
 
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
-  int channel_tile;
-  const int last = args.cluster - 1, group = static_cast<int>(blockIdx.x) >> last;
-  work.rank = blockIdx.x & last;
-  args.by_channel_tiles.divide(group, work.column, channel_tile);
-  work.column <<= last;
+  int channel_tile, rest;
+  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), work.column, channel_tile);
   work.first_channel = channel_tile * args.tile_channels;
-  const int left = args.tiles - work.column + args.columns - 1;
-  work.rounds = args.by_workers.divide(args.by_columns.divide(left) + args.workers - 1);
-  work.column += work.rank;
-  work.tiles = args.by_columns.divide(left - static_cast<int>(work.rank));
+  args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
+  args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
   return work;
 }
 
@@ -185,7 +172,7 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
-  EarlierKernels earlier;
+  bool waits = true;
   for (int i = worker; i < work.tiles; i += args.workers) {
     const TilePosition t = position_of(args, i * args.columns + work.column);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
@@ -198,7 +185,10 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
         const Plane plane = args.plane[j];
-        earlier.wait();
+        if (waits) {  // all that leads to the first copy is done by then
+          wait_for_earlier_kernels();
+          waits = false;
+        }
         if (args.mode == PixelMode::kWindow) {
           load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
         } else {
@@ -221,31 +211,26 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
 }
 
 // A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
-// tiles and for what the last worker lags behind the first. The blocks of a cluster copy in turn, each for all.
+// tiles and for what the last worker lags behind the first.
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                              const BlockWork& work) {
   RingPosition at;
   const int steps = (args.resident ? 1 : work.rounds) * args.blocks + (args.workers - 1) * args.lag_blocks;
-  const uint32_t last = args.cluster - 1;
-  EarlierKernels earlier;
+  bool waits = true;
   int block = 0;
-  uint32_t stage = 0;
-  if (last > 0) cluster_wait();  // the barriers of all are set up
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.groups; ++i) {
       const TapGroup group = args.group[i];
-      if (!args.resident) barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage);
       barrier_expect(leads, filled, group.taps * args.tap_bytes);
       const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
-      const uint32_t to = stages + at.stage * args.weight_stage_bytes;
-      earlier.wait();
-      if (last == 0) {
-        load_box(leads, to, &args.weight[group.map], filled, channel, work.first_channel, column, group.r);
-      } else if ((stage++ & last) == work.rank) {
-        load_box_of_cluster(leads, to, &args.weight[group.map], filled, channel, work.first_channel, column, group.r,
-                            (2u << last) - 1);
+      if (waits) {
+        wait_for_earlier_kernels();
+        waits = false;
       }
+      load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight[group.map], filled, channel,
+               work.first_channel, column, group.r);
       at.advance(args.weight_stages);
     }
     if (++block == args.blocks) block = 0;
@@ -263,6 +248,14 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
     memcpy(&bits, &pair, 4);
   }
   return bits;
+}
+
+// silu(u) for float, off by 4 units in the last place at the most. A division, as in activate(), would be half a unit
+// closer, but it branches, so that no two values of a thread are computed at once.
+__device__ __forceinline__ float silu_of_float(float u) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + expf(-u)));
+  return u * inverse;
 }
 
 // What a warp does with its 16 pixels of a finished tile.
@@ -350,8 +343,7 @@ class TileWriter {
     }
   }
 
-  // The same in float, with the sigmoid of half: its error is 2^-18, that of TF32 products 2^-11. The exact one branches, so
-  // that no two values of a thread would be computed at once. Of a row eight channels lie in four lanes, two in each: 32 bytes, two chunks. Half a warp writes at
+  // The same in float. Of a row eight channels lie in four lanes, two in each: 32 bytes, two chunks. Half a warp writes at
   // once, four rows. If all wrote the same eight channels, two rows each would share their banks, since the swizzle does
   // no more than swap their chunks. So one of the two writes channels of `far` while the other writes those of `near`.
   // Their scale and shift lie in different banks too.
@@ -369,7 +361,7 @@ class TileWriter {
       for (int h = 0; h < 2; ++h) {
         const float *a = sum + first / 2 + near * 4 + 2 * h, *b = sum + first / 2 + far * 4 + 2 * h;
         float2 y = {fmaf(swapped ? b[0] : a[0], affine.x, affine.y), fmaf(swapped ? b[1] : a[1], affine.z, affine.w)};
-        if constexpr (kSilu) y = {y.x * sigmoid<true>(y.x), y.y * sigmoid<true>(y.y)};
+        if constexpr (kSilu) y = {silu_of_float(y.x), silu_of_float(y.y)};
         *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8) = y;
       }
     }
@@ -465,9 +457,7 @@ class Worker {
         first_weights_(descriptor_start(weight_stages)),
         pixel_layout_(descriptor_layout(args.row_bytes, args.group_bytes)),
         weight_layout_(descriptor_layout(args.row_bytes, 8 * args.row_bytes)),
-        signals_(threadIdx.x % 32 == 0),
-        shares_(static_cast<int>(threadIdx.x % 32) < args.cluster),
-        released_(barrier_of_block(weight_ring.emptied(0), threadIdx.x & (args.cluster - 1))) {}
+        signals_(threadIdx.x % 32 == 0) {}
 
   // All products of a tile, from block `first` of the input channels on, round. Resident weights lie in shared memory in
   // the order of use, with `wait` if they may still be on their way; streamed ones come through their ring.
@@ -480,12 +470,11 @@ class Worker {
     }
   }
 
-  // Lets the weights of this many blocks pass. Nobody waits for signals about resident ones.
+  // Lets the weights of this many blocks pass.
   __device__ __forceinline__ void skip(int blocks) {
-    const uint32_t signals = args_.resident ? 0 : shares_;
     for (int i = 0; i < blocks * args_.groups; ++i) {
       barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
-      barrier_arrive_remote_if(released_ + weight_at_.stage * 8, signals);
+      barrier_arrive_if(weight_ring_.emptied(weight_at_.stage), signals_);
       weight_at_.advance(weight_ring_.stages);
     }
   }
@@ -540,7 +529,7 @@ class Worker {
     } while (block != first);
     wgmma_wait<0>();
     barrier_arrive_if(emptied, release_pixels_);
-    if constexpr (kStreamed) barrier_arrive_remote_if(weights_emptied_, release_weights_);
+    if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
   }
 
   template <int kSteps>
@@ -601,11 +590,11 @@ class Worker {
   __device__ __forceinline__ void leave_stage(uint32_t emptied) {
     if constexpr (kStreamed) {
       wgmma_wait<1>();
-      barrier_arrive_remote_if(weights_emptied_, release_weights_);
+      barrier_arrive_if(weights_emptied_, release_weights_);
       barrier_arrive_if(emptied, release_pixels_);
       release_pixels_ = 0;
-      weights_emptied_ = released_ + weight_at_.stage * 8;
-      release_weights_ = shares_;
+      weights_emptied_ = weight_ring_.emptied(weight_at_.stage);
+      release_weights_ = signals_;
       weight_at_.advance(weight_ring_.stages);
     } else {
       ++weight_at_.stage;
@@ -617,8 +606,6 @@ class Worker {
   uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
   uint32_t pixel_layout_, weight_layout_;
   uint32_t signals_;  // one lane a warp
-  uint32_t shares_;  // one lane a warp for each block of the cluster
-  uint32_t released_;  // that block's barrier of the first weight stage
   RingPosition pixel_at_, weight_at_;
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
@@ -632,7 +619,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.template multiply_tile<false>(sum, 0, i == index && args.loose_weights == nullptr);
+      worker.template multiply_tile<false>(sum, 0, i == index);
     } else {
       worker.template multiply_tile<true>(sum, lag, true);
     }
@@ -644,55 +631,10 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
       writer.template write<false>(sum, position);
     }
   }
-  // Streamed weights pass every worker, also in a last round that leaves it without a tile; and no block ends before all
-  // that the others of its cluster copy into its shared memory is there.
-  const bool idle = args.resident ? work.tiles == 0 : index + (work.rounds - 1) * args.workers >= work.tiles;
-  if (idle) worker.skip(args.blocks);
+  // Streamed weights pass every worker, also in a last round that leaves it without a tile.
+  if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(args.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if (threadIdx.x % 32 == 0) wait_stores_read<0>();
-}
-
-// Chunk of 8 elements from `from`, of which `count` exist, into shared memory; zeros behind them.
-template <int kBytes>
-__device__ __forceinline__ void copy_loose_chunk(char* to, const char* from, int count) {
-  if constexpr (kBytes > 2) {
-#pragma unroll
-    for (int part = 0; part < 16; part += kBytes) copy_bytes_async<kBytes>(to + part, from + part, part < 2 * count);
-  } else {
-    union {
-      uint4 bits;
-      uint16_t element[8];
-    } chunk;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      chunk.element[e] = e < count ? reinterpret_cast<const uint16_t*>(from)[e] : uint16_t(0);
-    }
-    *reinterpret_cast<uint4*>(to) = chunk.bits;
-  }
-}
-
-// All resident weights of the block, by the warps that compute, as the copy engine would lay them out. Rows of an odd number
-// of channels are not aligned as it wants them; a launch that packs them takes 2 us before this kernel can start.
-template <int kChannels, int kBytes>
-__device__ __forceinline__ void copy_loose_weights(const KernelArgs& args, char* shared, int first_channel) {
-  const int threads = 128 * args.workers, row_chunks = args.row_bytes / 16;
-  const int total = kChannels * static_cast<int>(args.by_loose_chunks.divisor);
-  const int rows = args.out_channels - first_channel;
-  const char* const weights =
-      static_cast<const char*>(args.loose_weights) + int64_t(first_channel) * args.in_channels * 2;
-#pragma unroll 2
-  for (int index = threadIdx.x; index < total; index += threads) {
-    int row, chunk;
-    args.by_loose_chunks.divide(index, row, chunk);
-    const int block = chunk / row_chunks, mask = args.row_bytes == 128  ? row & 7
-                                                 : args.row_bytes == 64 ? (row >> 1) & 3
-                                                                        : (row >> 2) & 1;
-    char* const to =
-        shared + block * args.tap_bytes + row * args.row_bytes + ((chunk - block * row_chunks) ^ mask) * 16;
-    const int count = row < rows ? min(args.in_channels - chunk * 8, 8) : 0;
-    const int64_t from = count > 0 ? int64_t(row) * args.in_channels + chunk * 8 : 0;
-    copy_loose_chunk<kBytes>(to, weights + from * 2, count);
-  }
 }
 
 // Scale and shift of the block's channels into shared memory, by the warps that compute.
@@ -703,11 +645,6 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   for (int c = threadIdx.x; c < kChannels; c += threads) {
     const bool halved = args.act == Act::kSilu && sizeof(T) == 2;  // for silu_of_half
     affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
-  }
-  if (sizeof(T) == 2 && args.loose_weights != nullptr) {
-    commit_async_copies();
-    wait_for_async_copies<0>();
-    fence_for_copy_engine();
   }
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
@@ -736,20 +673,17 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   }
   // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do. The warp that
   // fills a ring sets it up, in one thread: barriers are addressed through uniform registers, so 32 lanes take longer.
-  // Resident stages are filled once.
   if (warp >= 4 * args.workers && lane == 0) {
     const int worker = warp - 4 * args.workers;
     const bool weights = worker == args.workers;
     const Ring ring = weights ? weight_ring : pixel_ring(worker);
     for (int i = 0; i < ring.stages; ++i) {
       barrier_init(ring.filled(i), 1);
-      if (!weights || !args.resident) barrier_init(ring.emptied(i), weights ? 4 * args.workers * args.cluster : 4);
+      barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  const bool clustered = args.cluster > 1;
-  if (clustered) cluster_arrive();
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -758,13 +692,6 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
     wait_for_earlier_kernels();
-    if (sizeof(T) == 2 && args.loose_weights != nullptr) {
-      switch (args.loose_bytes) {
-        case 8: copy_loose_weights<kChannels, 8>(args, shared, work.first_channel); break;
-        case 4: copy_loose_weights<kChannels, 4>(args, shared, work.first_channel); break;
-        default: copy_loose_weights<kChannels, 2>(args, shared, work.first_channel); break;
-      }
-    }
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
     compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
@@ -772,14 +699,8 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
-  } else if (args.loose_weights == nullptr) {
+  } else {
     load_weights(args, leads, weight_ring, base, work);
-  }
-  // Streamed: a worker still signals to the other blocks that it has left a stage.
-  if (clustered && !args.resident) {
-    if (warp < 5 * args.workers) cluster_wait();
-    cluster_arrive();
-    cluster_wait();
   }
 #endif
 }
@@ -920,7 +841,7 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
   int maps = 0, taps = 0;
   k.planes = k.groups = 0;
   const auto add_map = [&](int rows, int columns, int step_h, int step_w) {
-    k.weight[maps++] = k.loose_weights != nullptr ? k.x : weight_map(a, dtype, plan, rows, columns, step_h, step_w);
+    k.weight[maps++] = weight_map(a, dtype, plan, rows, columns, step_h, step_w);
   };
   // `count` taps from (r, c) on; `channel`: of the first one.
   const auto add_group = [&](int channel, int r, int c, int count) {
@@ -994,14 +915,6 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   const Sm90Window window = sm90_window(s);
 
   KernelArgs k;
-  k.loose_weights = nullptr;
-  k.loose_bytes = 0;
-  k.in_channels = s.in_channels;
-  if (s.pointwise() && a.weight_strides.n % kChunk != 0) {
-    k.loose_weights = a.weight;
-    k.loose_bytes = s.in_channels % 4 == 0 ? 8 : s.in_channels % 2 == 0 ? 4 : 2;
-    k.by_loose_chunks = FastDivide(ceil_div(s.in_channels * kBytes, plan.row_bytes) * plan.row_bytes / 16);
-  }
   k.x = pixel_map(a, dtype, plan, x);
   fill_taps(k, a, dtype, plan);
   k.store_boxes = a.y_stride % kChunk == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
@@ -1056,8 +969,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
                                        : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
-  k.columns = static_cast<int>(sm90_columns(s, plan, multiprocessor_count()));
-  k.cluster = plan.cluster;
+  k.columns = std::min(std::max(1, multiprocessor_count() / channel_tiles), k.tiles);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
@@ -1087,7 +999,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
   allow_shared_bytes(kKernel, layout.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles, "implicit_gemm_sm90");
-  launch_clusters<kKernel>("implicit_gemm_sm90", plan.cluster, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  launch_dependent<kKernel>("implicit_gemm_sm90", grid, 160 * plan.workers + 32, layout.bytes, stream, k);
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
