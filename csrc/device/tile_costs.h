@@ -32,8 +32,8 @@ struct TileCosts {
   double tile = 1130;  // epilogue of a tile
   double channel = 11.6;  //   and per channel
   double unaligned = 1.57;  //   times this where y can't be stored in boxes
-  double cluster = 250;  // set-up of two blocks that share weights
-  double port_bytes = 58;  //   and what reaches one multiprocessor, of which L2 reads weights once for both
+  double cluster = 700;  // set-up of two blocks that share weights
+  double port_bytes = 42;  //   and what reaches one multiprocessor, of which L2 reads weights once for both
   double shared_read = 24.7;  // A of a wgmma through shared memory; B adds a quarter per channel
   double lagging_finish = 0.0776;  // streamed, workers one after the other: share of the epilogue that shows
   double shared_finish = 0.363;  // streamed, workers in step: of each other's stores
