@@ -205,16 +205,6 @@ def test_rings_are_no_longer_than_what_passes_through_them():
 
 
 @needs_sm90
-def test_clusters_of_two_blocks_take_two_tiles():
-    def ways(batch: int) -> set[bool]:
-        case = cases.Case("cluster", 256, 256, 8, 8, batch=batch)
-        return {"-x2" in way for way, _, _ in sm90_plans(case)}
-
-    assert ways(1) == {False}  # 64 pixels
-    assert ways(3) == {False, True}
-
-
-@needs_sm90
 def test_each_plan_has_its_stages():
     ways = [way for way, _, _ in sm90_plans(cases.Case("long", 256, 256, 80, 80, batch=32))]
     assert len(ways) > 20 and len(set(ways)) == len(ways)

@@ -98,21 +98,6 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 
 // The box of `map` at these coordinates into shared memory; its bytes count on `barrier`.
 __device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
-                                         int c1, int c2) {
-#if YOLO12_HAS_WGMMA
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];\n"
-      "}\n" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(leads)
-      : "memory");
-#endif
-}
-
-__device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0,
                                          int c1, int c2, int c3) {
 #if YOLO12_HAS_WGMMA
   asm volatile(

@@ -59,7 +59,7 @@ bool fits_implicit_gemm(const ConvShape& s) {
 
 // Strict float: whether cuDNN, and a pass for what follows, is faster than the direct kernel. Two reasons: the direct kernel
 // adds up a tile's products in one block, where cuDNN shares long sums among blocks; and cuDNN needs fewer products for 3x3.
-// Fitted to 207 layers of n, m and x (one H200, batch 1 and 32, float): the choices take 0.9 % longer than the faster of
+// Fitted to 207 layers of n, m and x (one H200, batch 1 and 32, float): the choices take 0.6 % longer than the faster of
 // both. Direct / cuDNN, times:
 //   1x1    batch 1, 20x20: 128->128 1.0, 256->256 1.4, 384->384 1.6, 768->512 2.0; 80x80: 64->64 0.6, 384->384 1.14
 //          batch 32: 64->64 160x160 0.5, 256->256 0.8 to 0.9, 512->512 40x40 1.0, 1024->512 20x20 1.13
@@ -68,7 +68,7 @@ bool fits_implicit_gemm(const ConvShape& s) {
 bool prefers_cudnn(const ConvShape& s) {
   const int c = s.in_channels, k = s.out_channels;
   const int64_t blocks = ceil_div<int64_t>(s.out_pixels(), 128) * ceil_div(k, 128);
-  const bool idle = blocks <= kMultiprocessors;  // multiprocessors, in the direct kernel
+  const bool idle = blocks <= kMultiprocessors * 5 / 4;  // hardly a multiprocessor with two blocks of the direct kernel
   if (s.kernel_h * s.kernel_w == 1) return (c >= 160 && idle) || (c >= 768 && k >= 256);
   if (c < 32 || k < 32) return c >= 16 && k >= 16 && idle;
   return (s.stride_h == 1 && s.stride_w == 1) || blocks <= 2000;
