@@ -89,40 +89,33 @@ struct Rows {
     }
   }
 
-  // Adds the values of 16 keys, of which `valid` are real. values: where this lane's pieces of the first 16 channels
-  // begin, and of the last. ahead: logits that were computed with the present reference.
-  __device__ __forceinline__ void add(Logits& logits, uint32_t values, uint32_t values_upper, int valid,
-                                      Logits* ahead) {
-    if (valid < kStepKeys) mask(logits, valid);
-    uint32_t weights[kTiles][4];
-    const bool beyond = exponentiate(weights, logits);
+  // Weights of 16 keys. ahead: other logits that were computed with the present reference, or null.
+  __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][4], Logits& logits, Logits* ahead) {
+    settle(weights, logits, ahead, exponentiate(weights, logits));
+  }
+
+  // The second half of weigh(), which starts with a vote.
+  __device__ __forceinline__ void settle(uint32_t (&weights)[kTiles][4], Logits& logits, Logits* ahead, bool beyond) {
     if (__any_sync(0xffffffff, beyond | fresh)) {
       move_reference(logits, ahead);
       exponentiate(weights, logits);
     }
+  }
+
+  // Adds the values of 16 keys. values: where this lane's pieces of the first 16 channels begin, and of the last. ones: by
+  // which the weights are multiplied for their sum.
+  __device__ __forceinline__ void add(const uint32_t (&weights)[kTiles][4], const uint32_t (&values)[2],
+                                      const uint32_t (&ones)[2]) {
     uint32_t v[2][4];
-    load_transposed(v[0], values);
-    load_transposed(v[1], values_upper);
+    load_transposed(v[0], values[0]);
+    load_transposed(v[1], values[1]);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         multiply<T>(out[t][n], weights[t], v[n / 2][n % 2 * 2], v[n / 2][n % 2 * 2 + 1], out[t][n]);
       }
-      multiply<T>(weight[t], weights[t], Weights<T>::kOnes, Weights<T>::kOnes, weight[t]);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static void mask(Logits& logits, int valid) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (j * 8 + static_cast<int>(threadIdx.x % 4 * 2) + e < valid) continue;
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) logits[t][j][e] = logits[t][j][e + 2] = -INFINITY;
-      }
+      multiply<T>(weight[t], weights[t], ones[0], ones[1], weight[t]);
     }
   }
 
@@ -143,6 +136,7 @@ struct Rows {
     return fmaxf(pair.x, pair.y) > Weights<T>::kMost;
   }
 
+ private:
   __device__ __forceinline__ static float2 to_floats(__half2 pair) { return __half22float2(pair); }
   __device__ __forceinline__ static float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 
@@ -202,17 +196,17 @@ struct Block {
     return (int64_t(first_row + row) * args.shape.heads + head) * kHeadDim;
   }
 
-  // Starts to copy keys and values [chunk * buffer_keys, ...) into a buffer, zeros behind the last one.
+  // Starts to copy keys and values [chunk * buffer_keys, ...) into a buffer, behind the last one its key again and zeros.
   __device__ __forceinline__ void load(uint32_t buffer, int chunk) const {
     const int first = chunk * plan.buffer_keys;
     const int count = min(plan.buffer_keys, (args.shape.length - first + kStepKeys - 1) / kStepKeys * kStepKeys);
-    const int piece = threadIdx.x % (2 * kPieces);
+    const int piece = threadIdx.x % (2 * kPieces), last = args.shape.length - 1;
     const uint32_t to = buffer + piece / kPieces * plan.buffer_keys * kRowBytes;
 #pragma unroll 4
     for (int key = threadIdx.x / (2 * kPieces); key < count; key += Config::kThreads / (2 * kPieces)) {
       const bool valid = first + key < args.shape.length;
-      copy_async(to + piece_offset(key, piece % kPieces), qkv_row(valid ? first + key : 0) + kHeadDim + piece * 8,
-                 valid ? 16 : 0);
+      copy_async(to + piece_offset(key, piece % kPieces), qkv_row(valid ? first + key : last) + kHeadDim + piece * 8,
+                 valid || piece < kPieces ? 16 : 0);
     }
     commit_async_copies();
   }
@@ -229,7 +223,7 @@ struct Block {
   }
 
   __device__ __forceinline__ void store_logsumexp(int row, float minus_reference, float weight) const {
-    args.logsumexp[first_logsumexp + row] = (log2f(weight) - minus_reference) * kLn2;
+    args.logsumexp[first_logsumexp + row] = (__log2f(weight) - minus_reference) * kLn2;
   }
 };
 
@@ -250,43 +244,67 @@ __device__ __forceinline__ void load_queries(Rows<Config>& rows, const Block<Con
   }
 }
 
-// Keys [from, to) of a buffer, of which those from `valid` on are not real.
+// Keys [from, to) of a buffer, of which those from `valid` on are not real: copies of the last one with zeros for values,
+// so that nothing but the sum of the weights has to leave them out.
 template <class Config>
 __device__ __forceinline__ void attend(Rows<Config>& rows, const Block<Config>& block, uint32_t buffer, int from,
                                        int to, int valid) {
+  using T = typename Config::T;
+  constexpr int kStepBytes = kStepKeys * kRowBytes;
   const int lane = threadIdx.x % 32;
   const uint32_t values = buffer + block.plan.buffer_keys * kRowBytes + from * kRowBytes;
   uint32_t key = buffer + from * kRowBytes + piece_offset(lane / 4, lane % 4);
-  uint32_t value[2];
+  uint32_t value[2] = {values + piece_offset(lane % 16, lane / 16), values + piece_offset(lane % 16, lane / 16 + 2)};
+  const uint32_t all[2] = {Weights<T>::kOnes, Weights<T>::kOnes};
+  uint32_t real[2];  // of the last step
 #pragma unroll
-  for (int i = 0; i < 2; ++i) value[i] = values + piece_offset(lane % 16, lane / 16 + 2 * i);
-  const auto advance = [&] {
-    from += kStepKeys;
-    key += kStepKeys * kRowBytes;
-    value[0] += kStepKeys * kRowBytes;
-    value[1] += kStepKeys * kRowBytes;
-  };
+  for (int j = 0; j < 2; ++j) {
+    const int count = valid - (to - kStepKeys + j * 8 + lane % 4 * 2);
+    real[j] = count > 1 ? Weights<T>::kOnes : count == 1 ? Weights<T>::kOnes & 0xffff : 0;
+  }
+  const auto advance = [](uint32_t (&addresses)[2]) { addresses[0] += kStepBytes, addresses[1] += kStepBytes; };
+  int steps = (to - from) / kStepKeys;
+  if (steps == 0) return;
+
   if constexpr (!Config::kAhead) {
 #pragma unroll 1
-    while (from < to) {
+    for (; steps > 0; --steps) {
       typename Rows<Config>::Logits logits;
+      uint32_t weights[Config::kTiles][4];
       rows.compute(logits, key);
-      rows.add(logits, value[0], value[1], valid - from, nullptr);
-      advance();
+      rows.weigh(weights, logits, nullptr);
+      const uint32_t ones[2] = {steps > 1 ? all[0] : real[0], steps > 1 ? all[1] : real[1]};
+      rows.add(weights, value, ones);
+      key += kStepBytes;
+      advance(value);
     }
   } else {
     typename Rows<Config>::Logits logits[2];
-    if (from < to) rows.compute(logits[0], key);
+    uint32_t weights[2][Config::kTiles][4];
+    rows.compute(logits[0], key);
+    rows.weigh(weights[0], logits[0], nullptr);
+    key += steps > 1 ? kStepBytes : 0;
+    rows.compute(logits[1], key);
+    // Weights of one step, logits of the next and values of the last: none waits for another.
+    const auto step = [&](int now) {
+      key += steps > 2 ? kStepBytes : 0;  // behind the last step the same keys once more, for nothing
+      rows.compute(logits[1 - now], key);
+      const bool beyond = rows.exponentiate(weights[now], logits[now]);
+      rows.add(weights[1 - now], value, all);
+      rows.settle(weights[now], logits[now], &logits[1 - now], beyond);
+      advance(value);
+      --steps;
+    };
 #pragma unroll 1
-    for (; from < to;) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // Behind the last step the same keys once more, for nothing.
-        rows.compute(logits[1 - i], from + kStepKeys < to ? key + kStepKeys * kRowBytes : key);
-        rows.add(logits[i], value[0], value[1], valid - from, &logits[1 - i]);
-        advance();
-        if (i == 0 && from >= to) break;
-      }
+    while (steps > 2) {
+      step(1);
+      step(0);
+    }
+    if (steps == 2) {
+      step(1);
+      rows.add(weights[1], value, real);
+    } else {
+      rows.add(weights[0], value, real);
     }
   }
 }
@@ -300,7 +318,7 @@ __device__ __forceinline__ void store(const Rows<Config>& rows, const Block<Conf
 #pragma unroll
     for (int h = 0; h < 4; h += 2) {
       const int row = first + t * 16 + h * 4 + lane / 4;
-      const float weight = rows.weight[t][h], inverse = 1.0f / weight;
+      const float weight = rows.weight[t][h], inverse = reciprocal(weight);
       uint32_t words[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) words[n] = pack_pair<T>(rows.out[t][n][h] * inverse, rows.out[t][n][h + 1] * inverse);
@@ -362,7 +380,7 @@ __device__ __forceinline__ void combine(const Rows<Config>& rows, const Block<Co
       sums[i + 2] = fmaf(v.z, factor, sums[i + 2]), sums[i + 3] = fmaf(v.w, factor, sums[i + 3]);
     }
   }
-  const float inverse = 1.0f / weight;
+  const float inverse = reciprocal(weight);
 #pragma unroll
   for (float& x : sums) x *= inverse;
   *reinterpret_cast<uint4*>(static_cast<T*>(block.args.out) + block.dense_row(block.begin + query) + piece * 8) =
@@ -446,8 +464,8 @@ void attention_forward(const AttentionArgs& a, DType dtype, cudaStream_t stream)
   if (int64_t(a.shape.sequences) * a.shape.heads * a.shape.length == 0) return;
   with_half_type(dtype, "attention", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_best<Config<T, 2, 4, 1, 4, false>, Config<T, 2, 4, 1, 3, true>, Config<T, 2, 8, 4, 2, false>,
-                Config<T, 2, 16, 8, 1, false>, Config<T, 2, 8, 8, 2, false>, Config<T, 1, 8, 8, 2, false>>(a, stream);
+    launch_best<Config<T, 2, 4, 1, 3, true>, Config<T, 2, 4, 1, 4, false>, Config<T, 2, 8, 4, 2, false>,
+                Config<T, 2, 16, 8, 1, false>, Config<T, 1, 8, 8, 2, false>>(a, stream);
   });
 }
 

@@ -17,7 +17,7 @@
 namespace yolo12_fastconv {
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32, kResident = 3;
+constexpr int kThreads = 128, kWarps = kThreads / 32, kResident = 2;
 constexpr int kTiles = 2;  // of 16 rows, per warp at a time
 constexpr int kStep = 16;
 constexpr float kShift = 4.0f;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kTiles][4][4], co
   }
 }
 
-// Where a lane's pieces of a buffer's two matrices are: rows as columns of a product, and transposed.
+// Where a lane's pieces of 16 rows of a buffer's two matrices are: rows as columns of a product, and transposed.
 struct Addresses {
   uint32_t rows[2], transposed[2][2];
 
@@ -216,26 +216,46 @@ struct Addresses {
       transposed[i][1] = matrix + piece_offset(lane % 16, lane / 16 + 2);
     }
   }
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance_rows(bool more) {
+    rows[0] += more ? kStep * kRowBytes : 0;
+    rows[1] += more ? kStep * kRowBytes : 0;
+  }
+  __device__ __forceinline__ void advance_transposed() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows[i] += kStep * kRowBytes;
-      transposed[i][0] += kStep * kRowBytes;
-      transposed[i][1] += kStep * kRowBytes;
+    for (int i = 0; i < 4; ++i) transposed[i / 2][i % 2] += kStep * kRowBytes;
+  }
+};
+
+// Logits and grad_w of a step, both with their initial values.
+struct Products {
+  float logits[kTiles][2][4], grad_weights[kTiles][2][4];
+
+  // Weights and grad_logits, as the left operands of products.
+  template <class T>
+  __device__ __forceinline__ void differentiate(uint32_t (&weights)[kTiles][4], uint32_t (&grads)[kTiles][4]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = i / 2, e = i % 2 * 2;
+        const float first = exp2_fast(logits[t][j][e]), second = exp2_fast(logits[t][j][e + 1]);
+        weights[t][i] = pack_pair<T>(first, second);
+        grads[t][i] = pack_pair<T>(first * grad_weights[t][j][e], second * grad_weights[t][j][e + 1]);
+      }
     }
   }
 };
 
-// From logits and grad_w of 8 columns, both with their initial values, to half a step of weights and grad_logits.
-template <class T>
-__device__ __forceinline__ void differentiate(uint32_t (&weights)[4], uint32_t (&grads)[4], int half,
-                                              const float (&logits)[4], const float (&grad_weights)[4]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float first = exp2_fast(logits[2 * i]), second = exp2_fast(logits[2 * i + 1]);
-    weights[2 * half + i] = pack_pair<T>(first, second);
-    grads[2 * half + i] = pack_pair<T>(first * grad_weights[2 * i], second * grad_weights[2 * i + 1]);
+// Runs body(i, steps left) for a number of steps, i in turn 0 and 1, two in a row without a branch: products of one step
+// and exponentials of the next overlap then.
+template <class Body>
+__device__ __forceinline__ void alternate(int steps, Body&& body) {
+#pragma unroll 1
+  for (; steps > 1; steps -= 2) {
+    body(0, steps);
+    body(1, steps - 1);
   }
+  if (steps == 1) body(0, 1);
 }
 
 __device__ __forceinline__ void to_array(float (&array)[4], const uint4& v) {
@@ -256,32 +276,38 @@ struct Keys {
     clear(grad_values);
   }
 
+  __device__ __forceinline__ void compute(Products& products, const Addresses& at, uint32_t statistics) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint4 q = load_shared(at.rows[0] + j * 8 * kRowBytes), g = load_shared(at.rows[1] + j * 8 * kRowBytes);
+      float logsumexp[4], mean[4];
+      to_array(logsumexp, load_shared(statistics + j * 4 * kStatisticBytes));
+      to_array(mean, load_shared(statistics + j * 4 * kStatisticBytes + 16));
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_rows<T>(products.logits[t][j], keys[t], q, logsumexp);
+        multiply_rows<T>(products.grad_weights[t][j], values[t], g, mean);
+      }
+    }
+  }
+
   // `count` queries of a buffer, zeros and statistics that make them weightless behind the last one.
   __device__ __forceinline__ void go_through(uint32_t buffer, int buffer_rows, int count) {
     Addresses at(buffer, buffer_rows);
     uint32_t statistics = buffer + buffer_rows * 2 * kRowBytes + reread_thread_index() % 4 * kStatisticBytes;
-#pragma unroll 1
-    for (int query = 0; query < count; query += kStep) {
+    Products products[2];
+    compute(products[0], at, statistics);
+    alternate((count + kStep - 1) / kStep, [&](int now, int steps) {
+      // Behind the last step the same queries once more, for nothing.
+      at.advance_rows(steps > 1);
+      statistics += steps > 1 ? kStep / 2 * kStatisticBytes : 0;
+      compute(products[1 - now], at, statistics);
       uint32_t weights[kTiles][4], grad_logits[kTiles][4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 q = load_shared(at.rows[0] + j * 8 * kRowBytes), g = load_shared(at.rows[1] + j * 8 * kRowBytes);
-        float logsumexp[4], mean[4];
-        to_array(logsumexp, load_shared(statistics + j * 4 * kStatisticBytes));
-        to_array(mean, load_shared(statistics + j * 4 * kStatisticBytes + 16));
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          float logits[4], grads[4];
-          multiply_rows<T>(logits, keys[t], q, logsumexp);
-          multiply_rows<T>(grads, values[t], g, mean);
-          differentiate<T>(weights[t], grad_logits[t], j, logits, grads);
-        }
-      }
+      products[now].differentiate<T>(weights, grad_logits);
       accumulate<T>(grad_values, weights, at.transposed[1]);
       accumulate<T>(grad_keys, grad_logits, at.transposed[0]);
-      at.advance();
-      statistics += kStep / 2 * kStatisticBytes;
-    }
+      at.advance_transposed();
+    });
   }
 
   __device__ __forceinline__ void finish(const Block<T>& block, int first) const {
@@ -320,40 +346,44 @@ struct Queries {
     clear(grad_queries);
   }
 
+  __device__ __forceinline__ void compute(Products& products, const Addresses& at) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint4 k = load_shared(at.rows[0] + j * 8 * kRowBytes), v = load_shared(at.rows[1] + j * 8 * kRowBytes);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_rows<T>(products.logits[t][j], queries[t], k, minus_logsumexp[t]);
+        multiply_rows<T>(products.grad_weights[t][j], grad_out[t], v, minus_mean[t]);
+      }
+    }
+  }
+
   // `count` keys of a buffer.
   __device__ __forceinline__ void go_through(uint32_t buffer, int buffer_rows, int count) {
     Addresses at(buffer, buffer_rows);
-#pragma unroll 1
-    for (int key = 0; key < count; key += kStep) {
-      uint32_t weights[kTiles][4], grad_logits[kTiles][4];
+    // Keys behind the last one are zeros, but their weights may be infinite: their grad_logits are cleared.
+    uint32_t real[2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 k = load_shared(at.rows[0] + j * 8 * kRowBytes), v = load_shared(at.rows[1] + j * 8 * kRowBytes);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          float logits[4], grads[4];
-          multiply_rows<T>(logits, queries[t], k, minus_logsumexp[t]);
-          multiply_rows<T>(grads, grad_out[t], v, minus_mean[t]);
-          if (count - key < kStep) mask(logits, count - key - j * 8);
-          differentiate<T>(weights[t], grad_logits[t], j, logits, grads);
-        }
-      }
-      accumulate<T>(grad_queries, grad_logits, at.transposed[0]);
-      at.advance();
+    for (int j = 0; j < 2; ++j) {
+      const int valid = count - (count - 1) / kStep * kStep - j * 8 - reread_thread_index() % 4 * 2;
+      real[j] = valid > 1 ? 0xffffffff : valid == 1 ? 0xffff : 0;
     }
+    Products products[2];
+    compute(products[0], at);
+    alternate((count + kStep - 1) / kStep, [&](int now, int steps) {
+      at.advance_rows(steps > 1);  // behind the last step the same keys once more, for nothing
+      compute(products[1 - now], at);
+      uint32_t weights[kTiles][4], grad_logits[kTiles][4];
+      products[now].differentiate<T>(weights, grad_logits);
+#pragma unroll
+      for (int i = 0; i < kTiles * 4; ++i) grad_logits[i / 4][i % 4] &= steps > 1 ? 0xffffffff : real[i % 4 / 2];
+      accumulate<T>(grad_queries, grad_logits, at.transposed[0]);
+      at.advance_transposed();
+    });
   }
 
   __device__ __forceinline__ void finish(const Block<T>& block, int first) const {
     store_rows<T, false>(grad_queries, block, first, 0, exp2f(-kShift) * block.args.shape.scale);
-  }
-
- private:
-  // Keys that are not real: their weight could be infinite, and would make NaN of their zeros.
-  __device__ __forceinline__ static void mask(float (&logits)[4], int valid) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (static_cast<int>(threadIdx.x % 4 * 2) + e >= valid) logits[e] = logits[e + 2] = -INFINITY;
-    }
   }
 };
 
