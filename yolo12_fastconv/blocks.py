@@ -322,6 +322,8 @@ def _type_reason(x: Tensor, weight: Tensor) -> str | None:
         return f"the input is a {type(x).__name__}, not a plain tensor"
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
+    if not (x.is_cuda or x.is_cpu):
+        return f"the input is on {x.device}"
     return None
 
 
@@ -337,8 +339,6 @@ def _input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | 
         problem = _device_problem(device.index, dtype) if ops.LIBRARY.loaded else None
         if problem is not None:
             return problem
-    elif device.type != "cpu":
-        return f"the input is on {device}"
     if x.dim() != 4 or x.layout is not torch.strided:
         return "the input is not a dense (N, C, H, W) tensor"
     if x.numel() == 0:
