@@ -916,7 +916,7 @@ def test_pickles_name_stock_classes_only(protocol, fused, tiny):
         FastConv._stock if t is FastConv else DWConv for t in fast_classes(model)
     ]
     x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(loaded(x)[1], model(x)[1])
+    assert torch.allclose(loaded(x)[1], model(x)[1], atol=1e-5)  # stock attention rounds at other places
     assert patch_modules(loaded).patched == 25
     assert torch.equal(loaded(x)[1], model(x)[1])
 

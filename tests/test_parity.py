@@ -186,7 +186,8 @@ def another_rounding(x, weight, bias=None, bn=None, residual=None, stride=(1, 1)
         u = u * scale[:, None, None] + shift[:, None, None]
     if bias is not None:
         u = u + bias.float()[:, None, None]
-    return reference.activate(u, reference.ACTIVATIONS[act]).to(dtype)
+    y = reference.activate(u, reference.ACTIVATIONS[act]).to(dtype)
+    return y if residual is None else y + residual
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

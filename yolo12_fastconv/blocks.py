@@ -319,6 +319,8 @@ def type_reason(x: Any, weight: Any) -> str | None:
         return f"the input is a {type(x).__name__}, not a plain tensor"
     if type(weight) is not Parameter and type(weight) is not Tensor:
         return f"the weight is a {type(weight).__name__}, not a plain tensor"
+    if not (x.is_cuda or x.is_cpu):
+        return f"the input is on {x.device}"
     return None
 
 
