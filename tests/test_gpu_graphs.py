@@ -246,7 +246,7 @@ def test_predict(cuda):
 
 
 def test_val(cuda, tmp_path, monkeypatch):
-    """Validation replays, and its metrics are those without graphs."""
+    """Validation replays. (Metrics of untrained weights are zero; `test_predict` compares detections.)"""
     data = shapes_dataset.make(tmp_path / "shapes", size=64, train=1, val=8)
     made = []
     stock = graphs.Graphs.__init__
@@ -255,9 +255,6 @@ def test_val(cuda, tmp_path, monkeypatch):
     )
     model = YOLO("yolo12n.yaml")
     options = dict(data=str(data), imgsz=64, batch=1, device=0, workers=0, verbose=False, plots=False)
-    metrics = []
-    for cuda_graph in (False, True):
-        patch_model(model, cuda_graph=cuda_graph)
-        metrics.append(model.val(project=str(tmp_path), **options).results_dict)
-    assert metrics[0] == pytest.approx(metrics[1], abs=1e-3)
+    patch_model(model, cuda_graph=True)
+    model.val(project=str(tmp_path), **options)
     assert sum(graph.counts["replays"] for graph in made) >= 4
