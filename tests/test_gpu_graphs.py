@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import shapes_dataset
 import support
 import torch
 from support import tensors
@@ -222,7 +223,7 @@ def test_inside_anothers_capture_calls_are_eager(cuda, yolo12n):
     assert state(model).counts["replays"] == 2
 
 
-def test_predict_and_val(cuda, tmp_path):
+def test_predict(cuda):
     """Detections of streams of pictures are those without graphs."""
     torch.manual_seed(0)
     model = support.build("yolo12n.yaml")
@@ -242,3 +243,18 @@ def test_predict_and_val(cuda, tmp_path):
     for a, b in zip(ours, stock, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_val(cuda, tmp_path, monkeypatch):
+    """Validation replays. (Metrics of untrained weights are zero; `test_predict` compares detections.)"""
+    data = shapes_dataset.make(tmp_path / "shapes", size=64, train=1, val=8)
+    made = []
+    stock = graphs.Graphs.__init__
+    monkeypatch.setattr(
+        graphs.Graphs, "__init__", lambda self, model: made.append(self) or stock(self, model)
+    )
+    model = YOLO("yolo12n.yaml")
+    options = dict(data=str(data), imgsz=64, batch=1, device=0, workers=0, verbose=False, plots=False)
+    patch_model(model, cuda_graph=True)
+    model.val(project=str(tmp_path), **options)
+    assert sum(graph.counts["replays"] for graph in made) >= 4
