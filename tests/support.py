@@ -163,7 +163,9 @@ class OpLog(TorchDispatchMode):
     @property
     def fused(self) -> int:
         """Number of calls of the plugin's forward ops."""
-        forward = tuple(f"{NAMESPACE}.{op}.default" for op in ("conv_bn_act", "conv_bn_act_out", "conv_bn_act_train"))
+        forward = tuple(
+            f"{NAMESPACE}.{op}.default" for op in ("conv_bn_act", "conv_bn_act_out", "conv_bn_act_train")
+        )
         return sum(name in forward for name in self.names)
 
 

@@ -1,6 +1,6 @@
 """Larger blocks on CUDA: results written into channel slices, and whole blocks under the error rule.
 
-    pytest -m gpu tests/test_gpu_blocks.py
+pytest -m gpu tests/test_gpu_blocks.py
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ def written_slice(case: cases.Case, precision: str, cuda, offset: int, pitch: in
     if not torch.equal(out, expected):
         return f"{case} {precision} at {offset} of {pitch}: differs from conv_bn_act"
     out.copy_(untouched[:, offset : offset + k])
-    return None if torch.equal(whole, untouched) else f"{case} {precision} at {offset} of {pitch}: neighbours changed"
+    return (
+        None
+        if torch.equal(whole, untouched)
+        else f"{case} {precision} at {offset} of {pitch}: neighbours changed"
+    )
 
 
 @pytest.mark.parametrize("precision", list(op_checks.PRECISIONS))
 def test_results_written_into_slices(cuda, precision):
     """`conv_bn_act` is compared with float64 elsewhere; here: the same numbers, and nothing beside them."""
     problems = []
-    shapes = [replace(case, residual=residual) for case in cases.conv_shapes("n", 160) for residual in (False, True)]
+    shapes = [
+        replace(case, residual=residual) for case in cases.conv_shapes("n", 160) for residual in (False, True)
+    ]
     for case in (*shapes, *cases.AWKWARD):
         k = case.out_size[1]
         for offset, pitch in ((0, k + 8), (8, -(-k // 8) * 8 + 16), (3, k + 5)):
@@ -64,7 +70,13 @@ def test_results_written_into_slices(cuda, precision):
 )
 def test_blocks_of_the_models(cuda, cfg, dtype, mode, autocast):
     report = check_parity(
-        support.build(cfg), imgsz=(160, 224), dtype=dtype, mode=mode, autocast=autocast, device=cuda, progress=False
+        support.build(cfg),
+        imgsz=(160, 224),
+        dtype=dtype,
+        mode=mode,
+        autocast=autocast,
+        device=cuda,
+        progress=False,
     )
     assert len(list(report.larger_blocks())) == len(
         [m for m in support.build(cfg).modules() if type(m) in registry.FUSED]
@@ -80,10 +92,14 @@ def test_inference_copies_nothing(cuda):
     for block in blocks:
         patch_modules(block)
         channels = next(p for p in block.parameters() if p.dim() == 4).shape[1]
-        x = torch.randn(2, channels, 20, 24, device=cuda, dtype=torch.half).to(memory_format=torch.channels_last)
+        x = torch.randn(2, channels, 20, 24, device=cuda, dtype=torch.half).to(
+            memory_format=torch.channels_last
+        )
         with torch.inference_mode(), support.OpLog() as log:
             block(x)
-        foreign = {name for name in log.names if any(op in name for op in ("aten.cat", "copy_", "aten.add", "clone"))}
+        foreign = {
+            name for name in log.names if any(op in name for op in ("aten.cat", "copy_", "aten.add", "clone"))
+        }
         assert not foreign, f"{type(block).__name__}: {foreign}"
 
 
@@ -97,3 +113,17 @@ def test_inference_is_deterministic_and_needs_no_fresh_memory(cuda):
         del poison  # what the next buffers are made of
         for a, b in zip(first, support.tensors(model(x)), strict=True):
             assert torch.equal(a, b)
+
+
+def test_weights_in_the_kernels_layout_change_no_bit(cuda):
+    """A fused model's weights get other strides when it moves; packing them at every call gave the same numbers."""
+    model = support.build("yolo12n.yaml").fuse(verbose=False).to(cuda).half()
+    x = torch.rand(2, 3, 96, 128, device=cuda, dtype=torch.half)
+    patch_modules(model)
+    kept = [m for m in model.modules() if "_fc_weight_kept" in vars(m)]
+    assert len(kept) == 32
+    with torch.inference_mode():
+        ours = support.tensors(model(x))
+        for module in kept:
+            module.conv.weight.data = module.conv.weight.data.contiguous()
+        assert all(torch.equal(a, b) for a, b in zip(ours, support.tensors(model(x)), strict=True))

@@ -39,7 +39,16 @@ from ultralytics.nn.modules.conv import (
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils import LOGGER
 
-from yolo12_fastconv import PatchError, blocks, ops, patch_model, patch_report, patching, registry, unpatch_model
+from yolo12_fastconv import (
+    PatchError,
+    blocks,
+    ops,
+    patch_model,
+    patch_report,
+    patching,
+    registry,
+    unpatch_model,
+)
 from yolo12_fastconv.blocks import FastConv, FastDWConv
 from yolo12_fastconv.patching import patch_modules
 
@@ -633,7 +642,10 @@ def test_include_and_exclude(tiny):
 def test_selection_is_reported_and_unused_patterns_are_warned_about(tiny, log):
     patch_model(tiny, exclude=["model.0", "backbone.*"])
     assert "exclude='backbone.*' matches no block" in log.text
-    assert "24 of 25 Conv blocks patched; 1 kept: left out by include or exclude (model.0)" in log.text
+    assert (
+        "24 of 25 Conv blocks patched, 9 of 9 larger blocks fused; 1 kept: left out by include or exclude (model.0)"
+        in log.text
+    )
     patch_model(tiny)
     assert sum(counts(tiny)) == 25
 
@@ -845,8 +857,9 @@ def test_report_of_a_patched_model(yolo12n):
     assert "113 by ATen (cpu)" in report.summary()
     text = str(report)
     assert text.count("\n") > 120 and "model.0  " in text and report.summary() in text
-    lines = report.to_markdown().splitlines()
-    assert len(lines) == 122 and {line.count("|") for line in lines} == {8}
+    layers, larger = (table.splitlines() for table in report.to_markdown().split("\n\n"))
+    assert len(layers) == 122 and {line.count("|") for line in layers} == {8}
+    assert len(larger) == 40 and {line.count("|") for line in larger} == {5}
     data = json.loads(report.to_json())
     assert data["rows"][0]["name"] == "model.0" and len(data["rows"]) == 120
     assert data["served_by"] == report.served_by != ""

@@ -29,6 +29,8 @@ def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
 
 
 def conv_bn_act(*arguments: Any) -> Tensor:
+    if torch.is_inference_mode_enabled():  # below autograd already
+        return _ops.conv_bn_act.default(*arguments)
     if _needs_grad(arguments, _RESIDUAL["conv_bn_act"]):
         return _Inference.apply(*arguments)
     with _BelowAutograd():
@@ -36,6 +38,8 @@ def conv_bn_act(*arguments: Any) -> Tensor:
 
 
 def conv_bn_act_out(*arguments: Any) -> None:
+    if torch.is_inference_mode_enabled():  # below autograd already
+        return _ops.conv_bn_act_out.default(*arguments)
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         raise RuntimeError(
             "yolo12_fastconv: conv_bn_act_out has no gradient, since it writes to its argument: use conv_bn_act, or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,10 +21,10 @@ class FastAAttn(FusedBlock, AAttn):
     The layout of `qkv` is that of Ultralytics' `AAttn`: for each head its query, key and value channels in this order.
     """
 
-    _stock = AAttn
+    _stock: Any = AAttn
     _stock_args = (1, 1)
     fuses = "area attention, its sum with pe"
-    samples = ((32, 1, 1), (64, 2, 4))
+    samples: ClassVar[Any] = ((32, 1, 1), (64, 2, 4))
 
     @classmethod
     def structure_problem(cls, block: Any) -> str | None:
@@ -33,7 +33,9 @@ class FastAAttn(FusedBlock, AAttn):
             missing = ", ".join(name for name in ("qkv", "pe", "proj") if name not in modules)
             return f"has no child {missing}: another layout of attention"
         conv = modules["qkv"]._modules.get("conv")
-        if conv is not None and is_watched(conv):  # counters of operations see matmul and softmax beside their hooks
+        if conv is not None and is_watched(
+            conv
+        ):  # counters of operations see matmul and softmax beside their hooks
             return "qkv.conv has hooks or a forward of its own"
         return None
 
@@ -50,10 +52,10 @@ class FastAAttn(FusedBlock, AAttn):
 class FastABlock(FusedBlock, ABlock):
     """``x = x + attn(x)``, then ``x + mlp(x)``: each sum is made by the last convolution before it."""
 
-    _stock = ABlock
+    _stock: Any = ABlock
     _stock_args = (1, 1)
     fuses = "residuals in attn.proj and mlp.1"
-    samples = ((32, 1, 1.2, 1),)
+    samples: ClassVar[Any] = ((32, 1, 1.2, 1),)
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = run(child(self, "attn"), x, x)

@@ -8,7 +8,7 @@ in any case, and a buffer written part by part would have to be versioned part b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ __all__ = ["FastA2C2f", "FastBottleneck", "FastC2f", "FastC3", "FastC3k", "FastC
 class FastBottleneck(FusedBlock, Bottleneck):
     """``cv2(cv1(x))``, plus `x` where the block has a shortcut, which the last convolution adds."""
 
-    _stock = Bottleneck
+    _stock: Any = Bottleneck
     _stock_args = (1, 2)
     fuses = "residual in cv2"
-    samples = ((8, 8), (8, 8, False))
+    samples: ClassVar[Any] = ((8, 8), (8, 8, False))
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2 = child(self, "cv1"), child(self, "cv2")
@@ -43,10 +43,10 @@ class FastBottleneck(FusedBlock, Bottleneck):
 class FastC2f(FusedBlock, C2f):
     """Two halves of ``cv1(x)`` and what a chain of blocks makes of the second, concatenated for `cv2`."""
 
-    _stock = C2f
+    _stock: Any = C2f
     _stock_args = (1, 2, 0)
     fuses = "concat in place"
-    samples = ((8, 16, 2, True),)
+    samples: ClassVar[Any] = ((8, 16, 2, True),)
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
@@ -57,24 +57,24 @@ class FastC2f(FusedBlock, C2f):
         for layer, place in zip(layers, places[1:], strict=True):
             parts.append(run(layer, parts[-1], out=place))
             in_place = in_place and parts[-1] is place
-        return run(cv2, buffer if in_place else torch.cat(parts, 1), residual, out)
+        return run(cv2, _whole(buffer if in_place else None, parts), residual, out)
 
 
 class FastC3k2(FastC2f, C3k2):
     """As `FastC2f`, with other blocks in the chain."""
 
-    _stock = C3k2
+    _stock: Any = C3k2
     _stock_args = (1, 2, 0)
-    samples = ((8, 16, 2), (8, 16, 1, True))
+    samples: ClassVar[Any] = ((8, 16, 2), (8, 16, 1, True))
 
 
 class FastC3(FusedBlock, C3):
     """A chain of blocks behind ``cv1(x)``, and ``cv2(x)``, concatenated for `cv3`."""
 
-    _stock = C3
+    _stock: Any = C3
     _stock_args = (1, 2, 0)
     fuses = "concat in place"
-    samples = ((8, 16, 2),)
+    samples: ClassVar[Any] = ((8, 16, 2),)
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2, cv3 = child(self, "cv1"), child(self, "cv2"), child(self, "cv3")
@@ -87,25 +87,26 @@ class FastC3(FusedBlock, C3):
         first = run(child(self, "m"), run(cv1, x), out=left)
         second = run(cv2, x, out=right)
         in_place = left is not None and first is left and second is right
-        return run(cv3, buffer if in_place else torch.cat((first, second), 1), residual, out)
+        return run(cv3, _whole(buffer if in_place else None, [first, second]), residual, out)
 
 
 class FastC3k(FastC3, C3k):
     """As `FastC3`, with kernels of another size."""
 
-    _stock = C3k
+    _stock: Any = C3k
     _stock_args = (1, 2, 0)
-    samples = ((8, 16, 2),)
+    samples: ClassVar[Any] = ((8, 16, 2),)
 
 
 class FastA2C2f(FusedBlock, A2C2f):
     """``cv1(x)`` and the results of a chain of blocks behind it, concatenated for `cv2`; scaled by `gamma` and added to
     `x` where the block has one."""
 
-    _stock = A2C2f
-    _stock_args = (1, 64, 0)
+    _stock: Any = A2C2f
+    # With a gamma: one that is None would be a plain attribute, and hide the unpickled parameter.
+    _stock_args = (1, 64, 0, True, 1, True)
     fuses = "concat in place"
-    samples = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2))
+    samples: ClassVar[Any] = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2))
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
@@ -116,13 +117,17 @@ class FastA2C2f(FusedBlock, A2C2f):
         for layer, place in zip(layers, places[1:], strict=True):
             parts.append(run(layer, parts[-1], out=place))
             in_place = in_place and parts[-1] is place
-        whole = buffer if in_place else torch.cat(parts, 1)
+        whole = _whole(buffer if in_place else None, parts)
         if gamma is None:
             return run(cv2, whole, residual, out)
         y = run(cv2, whole)
         scale = gamma.view(-1, gamma.shape[0], 1, 1)
         y = torch.addcmul(x, scale, y) if x.dtype is y.dtype is gamma.dtype else x + scale * y
         return store(y if residual is None else residual + y, out)
+
+
+def _whole(buffer: Tensor | None, parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1) if buffer is None else buffer
 
 
 def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:

@@ -31,7 +31,7 @@ class FusedBlock(StockPickle):
 
     fuses: ClassVar[str] = ""
     """What runs fused, in a few words, for the report."""
-    samples: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+    samples: ClassVar[Any] = ()
     """Constructor arguments of small blocks, on whose numbers the formula of the installed stock class is checked."""
 
     @classmethod
@@ -106,14 +106,8 @@ def store(y: Tensor, out: Tensor | None) -> Tensor:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its class's forward: hooks, or a forward of its own."""
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
-    ):
+    """Whether calling `module` does more than its class's forward, or than the one that ``fuse()`` gave it."""
+    if _has_any_global_hook() or blocks.has_hooks(module):
         return True
     forward = module.__dict__.get("forward")
     return forward is not None and not blocks.is_fused_forward(module, forward)

@@ -153,7 +153,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
     As in ATen's autocast, float64 is left alone.
     """
-    device = x.device.type
+    device = (
+        "cuda" if x.is_cuda else x.device.type
+    )  # `device.type` makes a string: a third of a call's checks
     if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype

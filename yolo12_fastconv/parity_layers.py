@@ -211,7 +211,14 @@ class LayerChecker:
             return error_rule.tolerances().floor(known, settings.precision, pixels) * convolutions**0.5
 
         comparison = _SideBySide(
-            self.report.blocks, layer, geometry, stock, _Truth(truth.values, {}), granted, floor, judge_max=False
+            self.report.blocks,
+            layer,
+            geometry,
+            stock,
+            _Truth(truth.values, {}),
+            granted,
+            floor,
+            judge_max=False,
         )
         comparison.kernel = block.fuses
         try:
@@ -240,7 +247,7 @@ class _SideBySide:
     granted: dict[str, Tensor]
     floor: Callable[[str], float]
     judge_max: bool = True
-    """False for what many roundings went through: its largest error is one draw from a distribution with a long tail."""
+    """False for what many roundings went through, whose largest error is one draw from a long-tailed distribution."""
     kernel: str = ""
 
     def add(self, quantity: str, shape: Sequence[int], comparison: error_rule.Comparison) -> None:
@@ -266,9 +273,7 @@ class _SideBySide:
                 same = torch.equal(value, expected)
                 problem = "" if same else f"is {_short(value)}, stock's {_short(expected)}"
                 exactly = (0.0, 0.0)
-                self.add(
-                    quantity, expected.shape, error_rule.Comparison(exactly, exactly, exactly, problem)
-                )
+                self.add(quantity, expected.shape, error_rule.Comparison(exactly, exactly, exactly, problem))
             else:
                 exact = expected.double() if exact is None else exact
                 comparison = error_rule.compare(
@@ -308,7 +313,9 @@ def _exact_side(
 
 def _round_input(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
     x = args[0]
-    return x + (error_rule.round_tf32(x).double() - x).detach()  # the gradient passes as if nothing was rounded
+    return (
+        x + (error_rule.round_tf32(x).double() - x).detach()
+    )  # the gradient passes as if nothing was rounded
 
 
 class _OpLog(TorchDispatchMode):

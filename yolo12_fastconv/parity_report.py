@@ -75,7 +75,11 @@ class ParityReport:
     def ok(self) -> bool:
         """Whether something was compared, and everything that was is within the rule."""
         detections_ok = self.detections is None or self.detections.ok
-        return bool(self.rows) and detections_ok and all(row.ok for row in (*self.rows, *self.blocks, *self.outputs))
+        return (
+            bool(self.rows)
+            and detections_ok
+            and all(row.ok for row in (*self.rows, *self.blocks, *self.outputs))
+        )
 
     @property
     def first_bad(self) -> ParityRow | None:

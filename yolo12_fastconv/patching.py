@@ -27,6 +27,7 @@ from ultralytics.engine.model import Model  # isort: skip
 from ultralytics.nn.modules.block import AAttn  # isort: skip
 
 __all__ = [
+    "BlockRow",
     "LayerRow",
     "PatchError",
     "PatchReport",
@@ -235,7 +236,9 @@ def unpatch_modules(module: nn.Module) -> int:
     for block in _unwrap(module).modules():
         stock = STOCK.get(type(block)) or UNFUSED.get(type(block))
         if stock is not None:
-            count += type(block) in STOCK
+            if type(block) in STOCK:
+                count += 1
+                blocks.restore_weight(block)
             block.__class__ = stock
             for key in [key for key in vars(block) if key.startswith("_fc_")]:
                 del block.__dict__[key]
@@ -300,8 +303,11 @@ def _apply(network: nn.Module, plan: PatchSummary) -> None:
     modules: dict[str, Any] = dict(network.named_modules())
     for name in (*plan.swapped, *plan.fused):
         block = modules[name]
-        block.__class__ = FAST.get(type(block)) or FUSED[type(block)]
+        larger = type(block) in FUSED
+        block.__class__ = FUSED[type(block)] if larger else FAST[type(block)]
         _rebind_fused_forward(block)
+        if not larger:
+            blocks.keep_weight_for_kernels(block)
     neck.link_layers(network)
     for name in plan.strict:
         modules[name]._fc_strict = name or type(modules[name]).__name__
@@ -568,11 +574,29 @@ class LayerRow:
     """What computes it: the tile menu's choice, or "ATen" and why; empty for stock layers."""
 
 
-class PatchReport:
-    """What became of each convolution of a model, as `LayerRow` objects: iterable, printable, as JSON or Markdown."""
+@dataclass(frozen=True)
+class BlockRow:
+    """One larger block of a model, of a type that `registry.FUSED` lists."""
 
-    def __init__(self, rows: list[LayerRow], served_by: str) -> None:
+    name: str
+    layer: str
+    """Class of the block."""
+    patched: bool
+    reason: str
+    """Why the block computes as stock, its children apart; empty for one that runs fused."""
+    fuses: str
+    """What runs fused; empty for stock blocks."""
+
+
+class PatchReport:
+    """What became of each convolution and each larger block of a model: `rows` and `blocks`; iterable over the former,
+    printable, as JSON or Markdown."""
+
+    def __init__(self, rows: list[LayerRow], served_by: str, blocks: Iterable[BlockRow] = ()) -> None:
         self.rows = rows
+        """`LayerRow` objects."""
+        self.blocks = list(blocks)
+        """`BlockRow` objects, outer blocks first."""
         self.served_by = served_by
         """What computes the patched blocks, in words."""
 
@@ -590,28 +614,56 @@ class PatchReport:
         lines += [f"  {count} as stock: {reason}" for reason, count in stock.most_common()]
         kernels = Counter(row.kernel for row in fused)
         lines += [f"  {count} by {kernel}" for kernel, count in kernels.most_common()]
+        if self.blocks:
+            running = sum(row.patched and not row.reason for row in self.blocks)
+            lines.append(f"{running} of {len(self.blocks)} larger blocks run fused")
+            kept = Counter(row.reason for row in self.blocks if row.reason)
+            lines += [f"  {count} as stock: {reason}" for reason, count in kept.most_common()]
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The rows, the summary's first line and versions, as a JSON object."""
+        """Layers, larger blocks and the summary's first line, as a JSON object."""
         return json.dumps(
-            {"served_by": self.served_by, "rows": [asdict(row) for row in self.rows]},
+            {
+                "served_by": self.served_by,
+                "rows": [asdict(row) for row in self.rows],
+                "blocks": [asdict(row) for row in self.blocks],
+            },
             indent=1,
             ensure_ascii=False,
         )
 
     def to_markdown(self) -> str:
-        """The rows as a Markdown table."""
-        header = ("layer", "class", "geometry", "act", "BN", "runs as", "kernel")
-        cells = [header, tuple("---" for _ in header), *(_cells(row) for row in self.rows)]
-        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in cells)
+        """Layers, and below them the larger blocks, as Markdown tables."""
+        return "\n\n".join(
+            "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in table)
+            for table in ([t[0], tuple("---" for _ in t[0]), *t[1:]] for t in self._tables())
+        )
 
     def __str__(self) -> str:
+        parts = []
+        for table in self._tables():
+            widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+            parts += [
+                "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table
+            ]
+            parts.append("")
+        return "\n".join([*parts[:-1], self.summary()])
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         header = ("layer", "class", "geometry", "act", "BN", "runs as", "kernel")
-        table = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([*lines, self.summary()])
+        yield [header, *(_cells(row) for row in self.rows)]
+        if self.blocks:
+            lines = [
+                (
+                    row.name or "(model)",
+                    row.layer,
+                    f"stock: {row.reason}" if row.reason else "fused",
+                    row.fuses,
+                )
+                for row in self.blocks
+            ]
+            yield [("larger block", "class", "runs as", "fused parts"), *lines]
 
 
 def _cells(row: LayerRow) -> tuple[str, ...]:
@@ -628,7 +680,8 @@ def _cells(row: LayerRow) -> tuple[str, ...]:
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """One row for each convolution of a model: what it is, whether it is patched or why not, which kernel serves it.
+    """One row for each convolution of a model: what it is, whether it is patched or why not, which kernel serves it;
+    and one for each larger block of a type that can be fused.
 
     Reads the live state: a block with a hook on a child, for example, is patched and computes as stock, and says so.
     On CUDA the kernel is the tile menu's choice for one channels_last image of 80 by 80 at this layer.
@@ -645,6 +698,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         )
     network = _network(model)
     rows: list[LayerRow] = []
+    larger: list[BlockRow] = []
     inside: set[int] = set()  # convolutions that belong to a block with a row of its own
     for name, module in network.named_modules():
         own = [child for child in module.children() if isinstance(child, _CONVOLUTIONS)]
@@ -653,7 +707,22 @@ def patch_report(model: nn.Module) -> PatchReport:
             rows.append(_row(name, module, own[0]))
         elif isinstance(module, _CONVOLUTIONS) and id(module) not in inside:
             rows.append(_row(name, module, module))
-    return PatchReport(rows, _served_by(network))
+        elif type(module) in FUSED or type(module) in UNFUSED:
+            larger.append(_block_row(name, module))
+    return PatchReport(rows, _served_by(network), larger)
+
+
+def _block_row(name: str, block: Any) -> BlockRow:
+    patched = type(block) in UNFUSED
+    if not patched:
+        reason: str | None = _why_not_fused(block) or "not patched"
+    elif "forward" in vars(block):
+        reason = "has a forward of its own (an instance attribute)"
+    else:
+        reason = f"{_config.DISABLE} is set" if _config.disabled() else block.structure_problem(block)
+    return BlockRow(
+        name, type(block).__name__, patched, reason or "", "" if reason or not patched else block.fuses
+    )
 
 
 def _row(name: str, layer: nn.Module, conv: nn.Module) -> LayerRow:

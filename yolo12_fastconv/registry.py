@@ -17,11 +17,10 @@ from torch import nn
 
 from yolo12_fastconv import attention, csp, heads, neck
 from yolo12_fastconv.blocks import FAST
-from yolo12_fastconv.fused_block import FusedBlock
 
 __all__ = ["FUSED", "UNFUSED", "blocks_of", "formula_problem"]
 
-FUSED: dict[type[nn.Module], type[FusedBlock]] = {
+FUSED: dict[type[nn.Module], Any] = {
     fast._stock: fast
     for fast in (
         csp.FastBottleneck,
@@ -46,11 +45,11 @@ UNFUSED: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast i
 """Fast class to stock class."""
 
 
-def blocks_of(network: nn.Module) -> Iterator[tuple[str, FusedBlock]]:
+def blocks_of(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and block of every fused block of `network`, outer ones first."""
     for name, module in network.named_modules():
         if type(module) in UNFUSED:
-            yield name, module  # type: ignore[misc]
+            yield name, module
 
 
 def formula_problem(stock: type[nn.Module]) -> str | None:

@@ -152,8 +152,10 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
   const KernelChoice choice = choose();
   const bool depthwise = choice.family == Family::kDepthwiseMma || choice.family == Family::kDepthwise;
   const int64_t pitch = row_stride(out);
-  // Depthwise kernels write dense rows only. The others write vectors where pixels are aligned, and slowly where not.
-  const bool direct = is_row_matrix(out) && has_aligned_rows(out, dtype_) && !(depthwise && pitch != s.out_channels);
+  // Depthwise kernels write dense rows only. The others need whole chunks: tensor maps store 16 bytes at least, so the
+  // last channels of an odd width would reach into the neighbour's.
+  const bool chunks = s.out_channels % (16 / size_of(dtype_)) == 0 && has_aligned_rows(out, dtype_);
+  const bool direct = is_row_matrix(out) && chunks && !(depthwise && pitch != s.out_channels);
   if (direct) {
     launch(choice, affine, act, residual, out, pitch);
   } else {
