@@ -172,12 +172,13 @@ def unfilled_memory() -> Iterator[None]:
 
     The switch is one for the whole process; it is put back as it was, also after an error.
     """
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    switch: Any = torch.utils.deterministic  # a module whose attribute is a property
+    before = switch.fill_uninitialized_memory
+    switch.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        switch.fill_uninitialized_memory = before
 
 
 def patch_for_training(model: nn.Module, options: dict[str, Any]) -> None:
