@@ -18,6 +18,8 @@
 // last is still in the L2 cache. Maps of 20x20 and 40x40 take a few microseconds, of which launches are a part: each
 // kernel may start while the one before it ends (device/dependent_launch.cuh).
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <type_traits>
 
@@ -96,6 +98,20 @@ __device__ __forceinline__ RowRange range_of(const RowGrid& g, bool backwards) {
   r.active = thread < g.across * g.down && r.channel < g.channels;
   if (!r.active) r.end = r.row;
   return r;
+}
+
+// bfloat16 is the upper half of a float. By words: single elements cost a register each, and grad_z's kernel spilled.
+template <int kCount>
+__device__ __forceinline__ void widen(Lanes<__nv_bfloat16, kCount> lanes, float (&out)[kCount])
+  requires(kCount % 2 == 0)
+{
+  uint32_t words[kCount / 2];
+  memcpy(words, &lanes.word, sizeof(words));
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    out[2 * i] = __uint_as_float(words[i] << 16);
+    out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
 }
 
 // Calls use(row, load(row)) for row, row + step, ... < end; up to kCount loads are issued before the first use.
