@@ -24,19 +24,28 @@ Wish wish() {
   fail("YOLO12_FASTCONV_GRADIENTS=", value, ": use own or aten, or unset it");
 }
 
-// Where the forward kernels are faster than cuDNN's dgrad, by the timings in docs/kernel-notes.md (sums over the layers of
-// n, m and x at batch 32, us: cuDNN, ours, by this rule).
+// Where the forward kernels are faster than cuDNN's dgrad. Numbers: sums over the layers of n, m and x at batch 32, us;
+// cuDNN, ours, by this rule (docs/kernel-notes.md).
 bool is_dgrad_faster(const ConvShape& s) {
   const int64_t plane = int64_t(s.in_h) * s.in_w;
   if (s.groups > 1) {
-    // 7x7: 350, 1182, 3493; 72, 163, 479. 3x3: 145, 214, 626; 91, 258, 378; 91, 206, 363.
+    // 7x7: 366, 1193, 3557; 77, 174, 526. 3x3: 154, 226, 634; 103, 267, 388; 103, 219, 373.
     return s.kernel_h > 3 || s.in_channels % 256 != 0 || plane < 1600;
   }
-  // 3x3: 675, 1314, 4827; 299, 886, 3235.
+  // 3x3: 737, 1405, 4378; 344, 982, 3190.
   if (s.kernel_h > 1) return true;
-  // 1x1: 617, 2215, 7624; 563, 2408, 6542; 567, 2210, 6372.
+  // 1x1: 794, 2450, 8090; 811, 2853, 7562; 750, 2447, 7066.
   const bool odd = s.in_channels % 8 != 0 || s.out_channels % 8 != 0;
-  return odd || (s.in_channels + s.out_channels <= 384 && plane < 160 * 160);
+  const bool small = s.in_channels == s.out_channels && s.in_channels <= 128 && plane < 160 * 160;
+  return odd || small || s.out_channels <= 32;
+}
+
+// The same of the dense weight gradient in half. All: 3278, 7018, 22433; 1756, 5275, 14316; 1721, 5221, 14223.
+bool is_wgrad_faster(const ConvShape& s) {
+  if (s.in_channels <= 4) return s.out_channels >= 32;
+  const bool large = int64_t(s.in_h) * s.in_w >= 160 * 160;
+  return !s.pointwise() ||
+         (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
 
 std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
@@ -79,6 +88,7 @@ GradientChoice choose_gradients(const MenuQuery& query) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  if (wished == Wish::kFastest && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;

@@ -29,7 +29,7 @@ double product_cycles(int width) { return std::max(width / 2.0, 23.3 + width / 4
 }  // namespace
 
 double wgrad_sm90_cycles(const ConvShape& s, const WgradPlan& p) {
-  // Fitted to 912 timings of 19 layers at batch 32; what they pick takes 1 % longer than the fastest plan that was timed.
+  // Fitted to 615 timings of 19 layers at batch 32; what they pick takes 1 % longer than the fastest plan that was timed.
   constexpr double kL2Bytes = 38.5, kMemoryBytes = 17.3;  // per cycle and multiprocessor
   constexpr double kStage = 594;  // a warpgroup's way from one stage to the next
   constexpr double kBlock = 5560;  // set-up, first stage, sums to the workspace

@@ -12,7 +12,10 @@
 // 64 (depthwise) or 128 (dense) products, a second one in registers adds those of the slice, and the slices are added as
 // a tree: 2e-7 in all.
 //
-// - wgrad_depthwise_kernel, half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
+// - wgrad_depthwise_taps_kernel, half and bfloat16, square filters with stride 1, an even number of channels: a thread has
+//   two channels and all taps. A column of x and one value of grad_z bring 49 FMAs per channel for 7x7. Chains are those
+//   of a slice, some thousand products, which adds 1e-6 to a result that stock rounds to half.
+// - wgrad_depthwise_kernel, the rest in half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
 //   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
 //   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
 //   all rows of taps of the same outputs, so that what they share comes from L1. Nothing is shared otherwise: no

@@ -198,7 +198,7 @@ class Worker {
         wgmma_commit();
       } while (++round < args_.rounds);
       wgmma_wait<1>();
-      // With several rounds the last one alone may still read the stage before... which it does not: it is this stage's.
+      // What is still in flight reads this stage; the one before is free.
       barrier_arrive_if(emptied, releases);
       emptied = ring_.emptied();
       releases = signals_;
