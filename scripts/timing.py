@@ -70,6 +70,7 @@ def graphed(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Callabl
     kept: dict[str, Any] = {"function": function}  # whose weights the graph reads, and does not own
 
     def call() -> None:
+        kept.pop("outputs", None)  # of the call before: not to be counted as memory of this one
         kept["outputs"] = function(static)
 
     graph = capture(call, 1)

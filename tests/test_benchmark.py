@@ -480,6 +480,26 @@ def test_iterations_of_a_trainer_are_timed_by_phase(benchmark, no_gpu, capsys):
         assert whole > 0 and min(phases) >= 0 and sum(phases) > 0
 
 
+def test_a_watch_times_profiles_and_ends_the_training(benchmark, monkeypatch):
+    iterations = importlib.import_module("train_iterations")
+    watch = iterations.Watch(1, 3, 2, 2)
+    seen = []
+    monkeypatch.setattr(watch, "_start_profiler", lambda: seen.append(("start", watch.done)))
+    monkeypatch.setattr(watch, "_stop_profiler", lambda count: seen.append(("stop", watch.done, count)))
+    with pytest.raises(iterations.Finished):
+        while True:
+            watch.on_train_batch_start(None)
+            watch.mark("forward")
+            watch.on_train_batch_end(None)
+    assert watch.done == 8 and len(watch.whole) == 3
+    assert [set(phases) for phases in watch.phases] == [{"data", "forward", "rest"}] * 2
+    assert seen == [("start", 6), ("stop", 8, 2)]
+    watch.whole, watch.kernel_us = [9.0, 10.0, 11.0], 4000.0
+    assert watch.results(32) | {"phases": None} == {
+        "ms": 10.0, "spread": 0.16, "images_s": 3200.0, "gpu_busy": 0.4, "phases": None, "peak_gib": None,
+    }  # fmt: skip
+
+
 def test_predict_runs_on_a_cpu(benchmark, no_gpu, capsys):
     arguments = ["imgsz=64", "batch=2", "dtype=fp32", "pictures=4", "replays=1", "sizes=mixed"]
     assert benchmark.main(["predict", *arguments]) == 0
