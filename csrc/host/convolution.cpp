@@ -213,19 +213,14 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) c
   const bool ready = dtype_of(weight_.scalar_type()) == dtype_ && padded == s.in_channels && w.c == 1 &&
                      w.n == taps * padded && (taps == 1 || (w.w == padded && w.h == int64_t(s.kernel_w) * padded)) &&
                      reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 16 == 0;
-  // Rows of an odd number of channels, as they are, where the kernel takes them.
-  const bool loose = sm90 && !ready && sm90_takes_loose_weights(s, choice.sm90) && padded != s.in_channels &&
-                     dtype_of(weight_.scalar_type()) == dtype_ && w.c == 1 && w.n == s.in_channels &&
-                     reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 8 == 0;
-  if (!ready && !loose) {
+  if (!ready) {
     weight = empty_channels_last(weight_, s.out_channels, padded, s.kernel_h, s.kernel_w, dtype_);
     pack({weight_.const_data_ptr(), dtype_of(weight_.scalar_type()), w, weight.mutable_data_ptr(), dtype_,
           s.out_channels, s.in_channels, s.kernel_h, s.kernel_w, padded},
          stream_);
     args.weight = weight.const_data_ptr();
   }
-  const int64_t row = loose ? s.in_channels : padded;
-  args.weight_strides = {taps * row, 1, s.kernel_w * row, row};
+  args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
   if (sm90) {
     implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
   } else {
