@@ -2,6 +2,9 @@
 #pragma once
 
 #include <climits>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "launch.cuh"
 
@@ -14,12 +17,26 @@ inline int multiprocessor_count() {
   return count;
 }
 
-// A kernel gets more than 48 KiB of dynamic shared memory only after asking.
+// A kernel gets more than 48 KiB of dynamic shared memory only after asking. Asked once per kernel and device, for as much
+// as it can have: with `bytes` alone, two threads that launch it with different sizes would take each other's away.
 template <class Kernel>
 void allow_shared_bytes(Kernel* kernel, int bytes) {
-  if (bytes > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory size");
-  }
+  if (bytes <= 48 * 1024) return;
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> allowed;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({function, device})) return;
+  int most = 0;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory limit");
+  check_cuda(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
+  const int dynamic = most - static_cast<int>(attributes.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic),
+             "shared memory size");
+  allowed.insert({function, device});
 }
 
 // The x dimension of a grid, the only one that holds more than 65535 blocks.

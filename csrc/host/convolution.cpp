@@ -150,8 +150,8 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
   // Depthwise kernels write dense rows only. The others need whole chunks: tensor maps store 16 bytes at least, so the
   // last channels of an odd width would reach into the neighbour's.
   const bool chunks = s.out_channels % (16 / size_of(dtype_)) == 0 && has_aligned_rows(out, dtype_);
-  const bool direct = is_row_matrix(out) && chunks && !(depthwise && pitch != s.out_channels) &&
-                      choice.family != Family::kAten;
+  const bool direct =
+      is_row_matrix(out) && chunks && !(depthwise && pitch != s.out_channels) && choice.family != Family::kAten;
   if (direct) {
     launch(choice, affine, act, residual, out, pitch);
   } else {

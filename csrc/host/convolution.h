@@ -41,8 +41,8 @@ class Convolution {
  private:
   KernelChoice choose() const;
   // y: not empty, pixels `pitch` elements apart.
-  void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual, const Tensor& y,
-              int64_t pitch) const;
+  void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
+              const Tensor& y, int64_t pitch) const;
   void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
   void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;

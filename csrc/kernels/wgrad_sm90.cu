@@ -422,12 +422,14 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
     k.filled_bytes = k.grad_copy_bytes + window.planes * window.w * window.h * plan.x_row_bytes;
   } else {
     const auto pixels = size(s.out_pixels());
+    // From whichever dimension has more than one pixel: the others' strides mean nothing.
+    const cuuint64_t x_row = bytes(s.in_w > 1 ? x.w : s.in_h > 1 ? x.h : x.n);
     k.grad = tensor_map(kName, "grad_z", dtype, a.grad_z, {size(s.out_channels), pixels, 1, 1},
                         {grad_row, grad_row * pixels, grad_row * pixels}, {box(grad_channels), box(plan.pixels), 1, 1},
                         {1, 1, 1, 1}, plan.grad_row_bytes);
-    k.x = tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), pixels, 1, 1},
-                     {bytes(x.w), bytes(x.w) * pixels, bytes(x.w) * pixels}, {box(x_channels), box(plan.pixels), 1, 1},
-                     {1, 1, 1, 1}, plan.x_row_bytes);
+    k.x =
+        tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), pixels, 1, 1}, {x_row, x_row * pixels, x_row * pixels},
+                   {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1}, plan.x_row_bytes);
     k.grad_copies = plan.warpgroups;
     k.x_copies = ceil_div(plan.channels, x_channels);
     k.x_copy_bytes = plan.pixels * plan.x_row_bytes;
