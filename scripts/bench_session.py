@@ -18,6 +18,7 @@ from bench_options import UsageError
 from torch import Tensor, nn
 
 from yolo12_fastconv import error_rule, parity
+from yolo12_fastconv.parity_layers import flatten
 from yolo12_fastconv.patching import patch_model
 from yolo12_fastconv.training import count_blocks
 
@@ -155,7 +156,7 @@ class Gate:
         self.stock = self._flat(stock(x), self.rows)
 
     def _flat(self, outputs: Any, rows: Tensor | None = None) -> dict[str, Tensor]:
-        found = dict(parity._flatten(outputs, self.head))
+        found = dict(flatten(outputs, self.head))
         return {key: (value if rows is None else value[rows]).clone() for key, value in found.items()}
 
     def __call__(self, call: Callable[[Tensor], Any]) -> dict[str, Any]:

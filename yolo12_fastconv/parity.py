@@ -12,7 +12,7 @@ import copy
 import math
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import yolo12_fastconv
 from yolo12_fastconv import blocks, detections, error_rule, ops, patching, registry
-from yolo12_fastconv.parity_layers import LayerChecker, Progress, Settings
+from yolo12_fastconv.parity_layers import LayerChecker, Progress, Settings, flatten
 from yolo12_fastconv.parity_report import ParityReport, ParityRow
 
 from ultralytics.nn.modules.head import Classify, Detect  # isort: skip  (blocks has checked that it can be imported)
@@ -312,10 +312,10 @@ def _compare_outputs(
         report.outputs.append(ParityRow("model", "output", (), "", "", comparison))
         return
     torch.manual_seed(settings.seed)
-    exact = dict(_flatten(stock.double()(x.double()), head))
-    mine = dict(_flatten(our_outputs, head))
+    exact = dict(flatten(stock.double()(x.double()), head))
+    mine = dict(flatten(our_outputs, head))
     floor = error_rule.tolerances().floor("output", settings.precision, 1) * math.sqrt(blocks_run)
-    for place, value in _flatten(stock_outputs, head):
+    for place, value in flatten(stock_outputs, head):
         if place not in mine:
             comparison = error_rule.Comparison.impossible("missing on our side")
         else:
@@ -338,28 +338,3 @@ def _compare_outputs(
             first, second, nc=head.nc, conf=conf, iou=iou, rotated=type(head).__name__.startswith("OBB"),
             end2end=bool(getattr(head, "end2end", False)), precision=settings.precision,
         )  # fmt: skip
-
-
-def _flatten(outputs: Any, head: Any, place: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors of nested outputs, with their places. Boxes and scores of a decoded prediction are apart: pixels
-    would hide what happens to scores."""
-    if isinstance(outputs, Tensor):
-        decoded = (
-            isinstance(head, Detect)
-            and not head.training
-            and place in ("output", "output[0]", "output[0][0]")
-        )
-        if decoded and outputs.dim() == 3 and not getattr(head, "end2end", False):
-            for part, rows in zip(
-                ("boxes", "scores", "extras"), outputs.tensor_split((4, 4 + head.nc), 1), strict=True
-            ):
-                if rows.numel():
-                    yield f"{place}.{part}", rows
-        elif outputs.is_floating_point():
-            yield place, outputs
-    elif isinstance(outputs, dict):
-        for key, value in outputs.items():
-            yield from _flatten(value, head, f"{place}.{key}")
-    elif isinstance(outputs, (tuple, list)):
-        for index, value in enumerate(outputs):
-            yield from _flatten(value, head, f"{place}[{index}]")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yolo12_fastconv import _config, blocks, error_rule, ops, reference
 from yolo12_fastconv.parity_report import ParityReport, ParityRow
+
+from ultralytics.nn.modules.head import Detect  # isort: skip  (blocks has checked that it can be imported)
 
 __all__ = ["LayerChecker", "Progress", "Settings"]
 
@@ -148,7 +151,7 @@ class LayerChecker:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             layer = self._step(name)
             with torch.autocast(self.settings.device.type, enabled=False):
-                self._check_larger(layer, *self.larger[name], args[0].detach())
+                self._check_larger(layer, *self.larger[name], _mapped(args[0], Tensor.detach))
 
         return hook
 
@@ -190,20 +193,23 @@ class LayerChecker:
             comparison.broken("input", x.shape, "the call wrote to its input")
             x.copy_(before)
 
-    def _check_larger(self, layer: str, block: Any, stock_block: Any, x: Tensor) -> None:
+    def _check_larger(self, layer: str, block: Any, stock_block: Any, x: Any) -> None:
+        # `x`: a tensor, or the list of them that heads and concats take.
         settings = self.settings
-        before = x.clone()
+        before = _mapped(x, Tensor.clone)
         stock = _Side.of(stock_block, stock_block.forward, x, settings, None)
         truth = _exact_side(stock_block, x, stock, settings)
         tf32 = settings.precision == "tf32"
         granted = _exact_side(stock_block, x, stock, settings, tf32=True).values if tf32 else {}
-        y = stock.values["y"]
-        convolutions = sum(isinstance(module, nn.Conv2d) for module in block.modules())
-        geometry = f"{type(stock_block).__name__}, {x.shape[1]}→{y.shape[1]}, {x.shape[2]}×{x.shape[3]}"
+        y = next(iter(stock.values.values()))
+        convolutions = max(1, sum(isinstance(module, nn.Conv2d) for module in block.modules()))
+        sizes = [f"{t.shape[1]}→{y.shape[1]}, {t.shape[2]}×{t.shape[3]}" for _, t in _inputs(x)]
+        geometry = f"{type(stock_block).__name__}, {' and '.join(sizes)}"
 
         def floor(quantity: str) -> float:
-            known = quantity if quantity in ("y", "grad_x") else "grad_weight"
-            known = "output" if known == "y" else known
+            known = "grad_weight"
+            if quantity.startswith(("y", "grad_x")):
+                known = "grad_x" if quantity.startswith("grad_x") else "output"
             if quantity.endswith(("running_mean", "running_var")):
                 known = quantity.rpartition(".")[2]
             # Each convolution adds an error of its own and passes on those before it, as in the whole model.
@@ -230,9 +236,10 @@ class LayerChecker:
             comparison.raised(error)
             return
         comparison.compare(ours)
-        if not _same(x, before):
-            comparison.broken("input", x.shape, "the call wrote to its input")
-            x.copy_(before)
+        for (_, tensor), (_, kept) in zip(_inputs(x), _inputs(before), strict=True):
+            if not _same(tensor, kept):
+                comparison.broken("input", tensor.shape, "the call wrote to its input")
+                tensor.copy_(kept)
 
 
 @dataclass
@@ -261,7 +268,8 @@ class _SideBySide:
     def raised(self, error: Exception) -> None:
         # Whatever our side raises is its difference from stock, which did not.
         problem = f"raises {type(error).__name__}: {error}".splitlines()[0]
-        self.broken("y", self.stock.values["y"].shape, problem)
+        quantity, value = next(iter(self.stock.values.items()))
+        self.broken(quantity, value.shape, problem)
 
     def compare(self, ours: _Side) -> None:
         for quantity, expected in self.stock.values.items():
@@ -302,13 +310,13 @@ def _exact_side(
     """What a larger block's stock forward makes in float64, or with every convolution's operands rounded to TF32."""
     exact = copy.deepcopy(block).double()
     settings = replace(settings, autocast=False)
-    grad_y = None if stock.grad_y is None else stock.grad_y.double()
+    grad_y = None if stock.grad_y is None else [grad.double() for grad in stock.grad_y]
     if tf32:
         for conv in exact.modules():
             if isinstance(conv, nn.Conv2d):
                 conv.weight.data = error_rule.round_tf32(conv.weight.data).double()
                 conv.register_forward_pre_hook(_round_input)
-    return _Side.of(exact, exact.forward, x.double(), settings, grad_y)
+    return _Side.of(exact, exact.forward, _mapped(x, Tensor.double), settings, grad_y)
 
 
 def _round_input(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
@@ -335,8 +343,9 @@ class _Side:
     """What one block made of one input."""
 
     values: dict[str, Any]
-    """y; in training mode also gradients (None: there is none) and buffers after the call."""
-    grad_y: Tensor | None
+    """y, or each tensor of it; in training mode also gradients (None: there is none) and buffers after the call."""
+    grad_y: list[Tensor] | None
+    """Gradients of the tensors of y."""
     changed: list[str]
     """Parameters, and in evaluation mode buffers, that the call changed."""
 
@@ -344,10 +353,10 @@ class _Side:
     def of(
         cls,
         block: nn.Module,
-        forward: Callable[[Tensor], Tensor],
-        x: Tensor,
+        forward: Callable[[Any], Any],
+        x: Any,
         settings: Settings,
-        grad_y: Tensor | None,
+        grad_y: list[Tensor] | None,
     ) -> _Side:
         """Runs `forward` of `block`, and puts the block's state back."""
         state = _tensors(block)
@@ -355,20 +364,24 @@ class _Side:
         try:
             if not settings.training:
                 with settings.running():
-                    values["y"] = forward(x)
+                    values |= flatten(forward(x), block, "y")
             else:
-                leaf = x.detach().requires_grad_()
+                leaf = _mapped(x, lambda tensor: tensor.detach().requires_grad_())
                 with torch.enable_grad():
                     with settings.running():
-                        y = forward(leaf)
+                        outputs = dict(flatten(forward(leaf), block, "y"))
                     if grad_y is None:
-                        generator = torch.Generator(y.device).manual_seed(settings.seed)
-                        grad_y = torch.empty_like(y).normal_(generator=generator)
-                    names, parameters = zip(*block.named_parameters(), strict=True)
-                    grads = torch.autograd.grad(y, [leaf, *parameters], grad_y, allow_unused=True)
-                values["y"], values["grad_x"] = y.detach(), grads[0]
-                for name, grad in zip(names, grads[1:], strict=True):
-                    values[_GRADIENTS.get(name, f"grad[{name}]")] = grad
+                        first = next(iter(outputs.values()))
+                        generator = torch.Generator(first.device).manual_seed(settings.seed)
+                        grad_y = [torch.empty_like(y).normal_(generator=generator) for y in outputs.values()]
+                    wanted = {**dict(_inputs(leaf)), **dict(block.named_parameters())}
+                    grads = torch.autograd.grad(
+                        list(outputs.values()), list(wanted.values()), grad_y, allow_unused=True
+                    )
+                values |= {place: y.detach() for place, y in outputs.items()}
+                for (name, tensor), grad in zip(wanted.items(), grads, strict=True):
+                    known = name if not isinstance(tensor, nn.Parameter) else f"grad[{name}]"
+                    values[_GRADIENTS.get(name, known)] = grad
                 for name, buffer in block.named_buffers():
                     values[name.removeprefix("bn.")] = buffer.clone()
             frozen = set(state) - (
@@ -436,7 +449,7 @@ def _truth(block: Any, x: Tensor, stock: _Side, settings: Settings, *, tf32: boo
         if z is not None:
             leaves["z"] = z
         wanted = {name: tensor for name, tensor in leaves.items() if tensor is not None}
-        grads = torch.autograd.grad(y, list(wanted.values()), stock.grad_y.double(), allow_unused=True)
+        grads = torch.autograd.grad(y, list(wanted.values()), stock.grad_y[0].double(), allow_unused=True)
         values |= {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
         if z is not None:
             # The batch norm takes out every constant: the gradient of a bias before it is zero but for rounding.
@@ -460,6 +473,40 @@ def _has_formula(conv: Any, bn: Any) -> bool:
     plain = type(conv) is nn.Conv2d and type(conv.weight) is nn.Parameter
     padded = plain and conv.padding_mode == "zeros" and type(conv.padding) is tuple
     return padded and (bn is None or type(bn) is nn.BatchNorm2d)
+
+
+def flatten(outputs: Any, head: Any, place: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Floating tensors of nested outputs, with their places. Boxes and scores of a decoded prediction are apart: pixels
+    would hide what happens to scores."""
+    if isinstance(outputs, Tensor):
+        inside = place[len(re.split(r"[.[]", place, maxsplit=1)[0]) :]
+        decoded = isinstance(head, Detect) and not head.training and inside in ("", "[0]", "[0][0]")
+        if decoded and outputs.dim() == 3 and not getattr(head, "end2end", False):
+            for part, rows in zip(
+                ("boxes", "scores", "extras"), outputs.tensor_split((4, 4 + head.nc), 1), strict=True
+            ):
+                if rows.numel():
+                    yield f"{place}.{part}", rows
+        elif outputs.is_floating_point():
+            yield place, outputs
+    elif isinstance(outputs, dict):
+        for key, value in outputs.items():
+            yield from flatten(value, head, f"{place}.{key}")
+    elif isinstance(outputs, (tuple, list)):
+        for index, value in enumerate(outputs):
+            yield from flatten(value, head, f"{place}[{index}]")
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value`, a tensor or tensors in lists and tuples, with `function` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return [_mapped(part, function) for part in value]
+
+
+def _inputs(x: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a block's input, each with the name of its gradient."""
+    return [(place.replace("x", "grad_x", 1), tensor) for place, tensor in flatten(x, None, "x")]
 
 
 def _tensors(block: nn.Module) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ struct ConvGrads {
   Tensor x, weight, bias;  // undefined where not asked for
 };
 
-// aten::cudnn_convolution: no bias, all in one dtype, channels_last if x is. The one entry to cuDNN that asks neither torch's
-// switches nor autocast: TF32 only if `allow_tf32`, and always an algorithm that is deterministic.
+// aten::cudnn_convolution: no bias, all in one dtype, channels_last if x is. TF32 only if `allow_tf32`, which is torch's own
+// switch as ops.py reads it; always an algorithm that is deterministic.
 Tensor cudnn_convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, bool allow_tf32);
 
 // aten::convolution_backward: gradients of a convolution's input, weight and bias from grad_z (N, K, P, Q), all in one
