@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -118,20 +117,21 @@ def fused(net: nn.Module, dtype: torch.dtype) -> nn.Module:
     return net.to(dtype).requires_grad_(False)
 
 
-def graphs_supported() -> bool:
-    return "cuda_graph" in inspect.signature(patch_model).parameters
+def needs_device_for_graphs() -> None:
+    """Raises Skipped without a GPU."""
+    if not torch.cuda.is_available():
+        raise Skipped("no CUDA device, so no graphs")
 
 
 def patched(net: Any, cuda_graph: bool = False) -> tuple[Any, float]:
     """`net` patched in place, and the seconds that it took.
 
     Raises:
-        Skipped: this version of the package has no `cuda_graph`.
+        Skipped: `cuda_graph` without a GPU.
     """
-    if cuda_graph and not graphs_supported():
-        raise Skipped("patch_model has no argument cuda_graph in this version")
-    options = {"cuda_graph": True} if cuda_graph else {}
-    return timing.timed(lambda: patch_model(net, **options))
+    if cuda_graph:
+        needs_device_for_graphs()
+    return timing.timed(lambda: patch_model(net, cuda_graph=cuda_graph))
 
 
 # -------------------------------------------------------------------------------------------------------- parity gate

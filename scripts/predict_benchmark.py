@@ -16,7 +16,7 @@ import numpy as np
 import timing
 import torch
 from bench_options import COMMON, file_of, fill, keys_of, several
-from bench_session import Session, Skipped, failure, graphs_supported, network, pictures
+from bench_session import Session, Skipped, failure, needs_device_for_graphs, network, pictures
 from records import RECORDS
 from run_tables import predict_table
 
@@ -173,8 +173,8 @@ def _precision(dtype: str) -> dict[str, Any]:
 def _yolo(name: str, model: str, options: Options, device: str) -> Any:
     from ultralytics import YOLO
 
-    if name == "ours-graph" and not graphs_supported():
-        raise Skipped("patch_model has no argument cuda_graph in this version")
+    if name == "ours-graph":
+        needs_device_for_graphs()
     if options.weights:
         yolo: Any = YOLO(str(options.weights))
     else:
@@ -182,8 +182,7 @@ def _yolo(name: str, model: str, options: Options, device: str) -> Any:
         yolo.model = _finding(copy.deepcopy(network(model, options.imgsz, device)), options.imgsz, device)
     if name == "stock":
         return yolo
-    arguments = {"cuda_graph": True} if name == "ours-graph" else {}
-    return patch_model(yolo, **arguments)
+    return patch_model(yolo, cuda_graph=name == "ours-graph")
 
 
 def _finding(net: Any, imgsz: int, device: str) -> Any:

@@ -12,7 +12,7 @@ import copy
 import math
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
