@@ -44,9 +44,11 @@ struct AttentionBackwardArgs {
 };
 
 // What a kernel's block is: warps that take `tiles` of 16 rows at a time, `groups` of them the same rows (and a share of
-// the other side's), and how many blocks a multiprocessor holds.
+// the other side's), and how many blocks a multiprocessor holds. Cycles of a warp's step of 16 of the other side's rows:
+// of a warp alone on its scheduler, and per tile where four or so share it.
 struct AttentionBlock {
   int tiles = 0, warps = 0, groups = 0, resident = 0;
+  int cycles_alone = 0, cycles_shared = 0;
 };
 
 // Which rows a block takes, and how the other side's rows pass through shared memory.
@@ -82,8 +84,8 @@ inline AttentionPlan plan_attention(const AttentionShape& s, const AttentionBloc
     if (passes > 1 && (!resident || block.groups > 1)) break;
     const int64_t splits = divide(pairs, block_pairs), per_processor = divide(groups * splits, processors);
     const int64_t together = per_processor < block.resident ? per_processor : block.resident;
-    // Cycles of a warp's step of 16 rows: of one alone, and of the busiest unit, four schedulers apart.
-    const int64_t alone = 450, busy = 70 * block.tiles * together * block.warps / 4;
+    const int64_t alone = block.cycles_alone;
+    const int64_t busy = block.cycles_shared * block.tiles * together * block.warps / 4;  // of four schedulers
     const int64_t steps = divide(tiles, block.groups);
     const int64_t load = 1500 + int64_t(s.length) * 128 / 46 * together, combine = block.groups > 1 ? 800 : 0;
     const int64_t cycles =

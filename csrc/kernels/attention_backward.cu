@@ -422,9 +422,8 @@ __device__ __forceinline__ void run(const Block<T>& block, unsigned char* shared
 }
 
 template <class T, bool kStreamed>
-__global__ __launch_bounds__(kThreads,
-                             kStreamed ? 2 : kResident) void attention_backward_kernel(const AttentionBackwardArgs args,
-                                                                                       const AttentionPlan plan) {
+__global__ __launch_bounds__(kThreads, kResident) void attention_backward_kernel(const AttentionBackwardArgs args,
+                                                                                 const AttentionPlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Block<T> block(args, plan);
   let_later_kernels_start();
@@ -442,7 +441,7 @@ void attention_backward(const AttentionBackwardArgs& a, DType dtype, cudaStream_
   const int64_t groups = int64_t(a.shape.sequences) * a.shape.heads;
   if (groups * a.shape.length == 0) return;
   const bool resident = a.shape.length <= kMostResidentKeys;
-  const AttentionBlock block = {kTiles, kWarps, 1, resident ? kResident : 2};
+  const AttentionBlock block = {kTiles, kWarps, 1, kResident, 500, 150};
   const AttentionPlan plan = plan_attention(a.shape, block, multiprocessor_count(), 2);
   const int bytes = plan.buffers * buffer_bytes(plan.buffer_keys);
   with_half_type(dtype, "attention_backward", [&](auto tag) {
