@@ -188,7 +188,7 @@ def test_switched_off():
         patch_modules(twin, **options)
         return {registry.UNFUSED[type(m)].__name__ for m in twin.modules() if type(m) in registry.UNFUSED}
 
-    everything = {"AAttn", "ABlock", "A2C2f", "C3k2", "C3k", "Bottleneck"}
+    everything = {"AAttn", "ABlock", "A2C2f", "C3k2", "C3k", "Bottleneck", "Concat", "Upsample", "Detect"}
     assert kinds() == everything
     assert kinds(attention=False) == everything - {"AAttn"}
     assert kinds(exclude=["C3k2", "ABlock"]) == everything - {"C3k2", "ABlock"}
@@ -196,7 +196,7 @@ def test_switched_off():
     twin = copy.deepcopy(model)
     summary = patch_modules(twin, exclude="model.6*")
     assert not any(type(m) in (*registry.UNFUSED, *blocks.STOCK) for m in twin.model[6].modules())
-    assert len(summary.fused) + len(summary.unfused) == 38 and all(
+    assert len(summary.fused) + len(summary.unfused) == 45 and all(
         n.startswith("model.6") for n in summary.unfused
     )
     assert "larger blocks fused" in str(summary)

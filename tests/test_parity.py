@@ -867,7 +867,9 @@ def test_shifted_boxes_are_found(detector, shapes):
     )
     report = check_parity(patched, batch, reference=copy.deepcopy(detector.model).float())
     assert not report.ok and not names(report)
-    assert report.first_bad.quantity == "output[0].boxes"
+    # Of the head as a block, and of the model.
+    assert report.first_bad.layer == "model.21" and report.first_bad.quantity == "y[0].boxes"
+    assert {row.quantity for row in report.outputs if not row.ok} == {"output[0].boxes"}
     assert not report.detections.ok and "no counterpart" in str(report.detections)
     assert "BROKEN" in report.summary()
 

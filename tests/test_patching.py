@@ -93,6 +93,7 @@ def describe(model: nn.Module) -> dict:
 # ------------------------------------------------------------------------------------------------------- whole models
 
 
+# Conv and DWConv blocks.
 TASKS = {
     "yolo12n.yaml": (107, 6),
     "yolo12n-seg.yaml": (116, 6),
@@ -109,8 +110,10 @@ def test_every_task_computes_as_stock(cfg):
     fast = patched_copy(model)
     assert counts(fast) == TASKS[cfg]
     x = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    # Without gradients, heads run the last convolutions of their six branches as ops too.
+    calls = sum(TASKS[cfg]) + (0 if "cls" in cfg else 6)
     with torch.no_grad():
-        assert fused_calls(fast, x) == sum(TASKS[cfg])
+        assert fused_calls(fast, x) == calls
         assert_same(tensors(fast(x)), tensors(model(x)), 1e-12)
     model.train(), fast.train()
     model.requires_grad_(True), fast.requires_grad_(True)
@@ -121,7 +124,7 @@ def test_every_task_computes_as_stock(cfg):
     for m in (model, fast):  # older releases fold in float32 only
         m.eval().float().fuse(verbose=False).double()
     with torch.no_grad():
-        assert fused_calls(fast, x) == sum(TASKS[cfg])
+        assert fused_calls(fast, x) == calls
         assert_same(tensors(fast(x)), tensors(model(x)), 1e-11)
 
 
@@ -153,7 +156,8 @@ def test_other_models_of_ultralytics_compute_as_stock(cfg):
     fast = patched_copy(model)
     for name, module in model.named_modules():
         mine = fast.get_submodule(name)
-        assert type(mine) is SWAPS.get(type(module), type(module))
+        kept = getattr(module, "one2one_cv2", None) is not None  # a head that needs no suppression
+        assert type(mine) is (type(module) if kept else SWAPS.get(type(module), type(module)))
     x = torch.rand(1, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
         assert fused_calls(fast, x) > 20
@@ -222,7 +226,7 @@ def test_profile_info_and_flops(yolo12n, images, log):
     assert "YOLO12n summary" in log.text
     with torch.no_grad():
         fast.predict(images, profile=True)
-        assert fused_calls(fast, images) == 113  # counting left no hooks behind
+        assert fused_calls(fast, images) == 113 + 6  # counting left no hooks behind
     fast.fuse(verbose=False), yolo12n.fuse(verbose=False)
     assert get_flops(fast, 64) == get_flops(yolo12n, 64) > 0
 
@@ -342,7 +346,7 @@ def test_unpatch_is_the_exact_inverse(fused, yolo12n, images):
             values, fast_values = (
                 {k: v for k, v in d.items() if k != "forward"} for d in (values, fast_values)
             )
-        assert fast_values == values
+        assert {key: value for key, value in fast_values.items() if not key.startswith("_fc_")} == values
     yolo12n(images)
     yolo12n.train(), yolo12n.eval()
 
@@ -859,7 +863,7 @@ def test_report_of_a_patched_model(yolo12n):
     assert text.count("\n") > 120 and "model.0  " in text and report.summary() in text
     layers, larger = (table.splitlines() for table in report.to_markdown().split("\n\n"))
     assert len(layers) == 122 and {line.count("|") for line in layers} == {8}
-    assert len(larger) == 40 and {line.count("|") for line in larger} == {5}
+    assert len(larger) == 2 + 45 and {line.count("|") for line in larger} == {5}
     data = json.loads(report.to_json())
     assert data["rows"][0]["name"] == "model.0" and len(data["rows"]) == 120
     assert data["served_by"] == report.served_by != ""

@@ -24,7 +24,7 @@ from yolo12_fastconv import blocks, detections, error_rule, ops, patching, regis
 from yolo12_fastconv.parity_layers import LayerChecker, Progress, Settings, flatten
 from yolo12_fastconv.parity_report import ParityReport, ParityRow
 
-from ultralytics.nn.modules.head import Classify, Detect  # isort: skip  (blocks has checked that it can be imported)
+from ultralytics.nn.modules.head import OBB, Classify, Detect  # isort: skip  (blocks has checked that it can be imported)
 
 __all__ = ["ParityReport", "ParityRow", "check_parity", "main", "natural_batch", "randomise_"]
 
@@ -335,6 +335,6 @@ def _compare_outputs(
         if isinstance(first, (tuple, list)):  # of a segmentation head: predictions and mask prototypes
             first, second = first[0], second[0]
         report.detections = detections.compare_detections(
-            first, second, nc=head.nc, conf=conf, iou=iou, rotated=type(head).__name__.startswith("OBB"),
+            first, second, nc=head.nc, conf=conf, iou=iou, rotated=isinstance(head, OBB),
             end2end=bool(getattr(head, "end2end", False)), precision=settings.precision,
         )  # fmt: skip
