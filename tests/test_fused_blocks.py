@@ -12,6 +12,7 @@ import support
 import torch
 from support import OpLog, assert_same, assert_same_buffers, assert_same_grads, tensors
 from torch import Tensor, nn
+from ultralytics import YOLO
 from ultralytics.nn.modules.block import (
     C3,
     A2C2f,
@@ -25,7 +26,17 @@ from ultralytics.nn.modules.block import (
 )
 from ultralytics.nn.modules.conv import Conv
 
-from yolo12_fastconv import _config, blocks, check_parity, csp, ops, patch_model, patch_report, registry
+from yolo12_fastconv import (
+    _config,
+    blocks,
+    check_parity,
+    csp,
+    ops,
+    patch_model,
+    patch_report,
+    registry,
+    training,
+)
 from yolo12_fastconv.patching import patch_modules, unpatch_modules
 
 BLOCKS = {
@@ -409,3 +420,16 @@ def test_fused_weights_get_the_kernels_strides_and_give_them_back(monkeypatch):
     unpatch_modules(model)
     assert all(p.is_contiguous() for p in model.parameters())
     assert not any(key.startswith("_fc_") for m in model.modules() for key in vars(m))
+
+
+def test_attention_is_an_option_of_training_too():
+    assert training._without_defaults(dict(include=None, exclude=None, attention=True, strict=False)) == {}
+    assert training._without_defaults(dict(attention=False, strict=True)) == {
+        "attention": False,
+        "strict": True,
+    }
+    yolo = patch_model(YOLO("yolo12n.yaml"), attention=False)
+    assert yolo._fastconv_options == {"attention": False}
+    yolo._patch_again()
+    assert not any(type(m) is registry.FUSED[AAttn] for m in yolo.model.modules())
+    assert patch_model(YOLO("yolo12n.yaml"))._fastconv_options == {}

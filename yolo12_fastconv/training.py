@@ -120,7 +120,7 @@ def fast_trainer(trainer: Callable[..., Any], **options: Any) -> Callable[..., A
 
     Args:
         trainer: a trainer class, or any callable that returns a trainer, as ``YOLO.train(trainer=...)`` takes it.
-        **options: keyword arguments for `patching.patch_modules`; what is None or False is the default.
+        **options: keyword arguments for `patching.patch_modules`; what is None, False, or True for `attention`, is the default.
 
     Returns:
         For a class a subclass of it, or the class itself if it patches already; importable by name for the five tasks'
@@ -148,7 +148,12 @@ def fast_trainer(trainer: Callable[..., Any], **options: Any) -> Callable[..., A
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+    usual = {"attention": True}  # of the others None or False
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not usual.get(name, False)
+    }
 
 
 def _make_fast_trainer(
