@@ -86,9 +86,9 @@ def test_computes_as_stock(name, memory_format):
 
     with torch.no_grad():
         assert_same(results([fast(x)]), results([stock(x)]), 1e-12)
-    for training in (False, True):
-        stock.train(training)
-        fast.train(training)
+    for mode in (False, True):
+        stock.train(mode)
+        fast.train(mode)
         sides = []
         for block in (fast, stock):
             sides.append(support.step(block, x.clone().requires_grad_()))
@@ -108,11 +108,11 @@ def test_autocast_returns_stocks_dtype(name):
     stock, fast = pair(name)
     half = input_of(stock, torch.bfloat16)
     for x in (half, half.float()):
-        for training in (False, True):
-            stock.train(training)
-            fast.train(training)
+        for mode in (False, True):
+            stock.train(mode)
+            fast.train(mode)
             exact = copy.deepcopy(stock).double()(x.double())
-            with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
+            with torch.set_grad_enabled(mode), torch.autocast("cpu", torch.bfloat16):
                 ours, theirs = fast(x), stock(x)
             assert ours.dtype is theirs.dtype
             assert support.error(ours, exact) <= 2 * support.error(theirs, exact) + 2e-3

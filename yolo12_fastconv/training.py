@@ -120,7 +120,7 @@ def fast_trainer(trainer: Callable[..., Any], **options: Any) -> Callable[..., A
 
     Args:
         trainer: a trainer class, or any callable that returns a trainer, as ``YOLO.train(trainer=...)`` takes it.
-        **options: keyword arguments for `patching.patch_modules`; what is None, False, or True for `attention`, is the default.
+        **options: keyword arguments for `patching.patch_modules`; None, False and ``attention=True`` are defaults.
 
     Returns:
         For a class a subclass of it, or the class itself if it patches already; importable by name for the five tasks'
