@@ -12,6 +12,7 @@ import support
 import torch
 from support import OpLog, assert_same, assert_same_buffers, assert_same_grads, tensors
 from torch import Tensor, nn
+from ultralytics import YOLO
 from ultralytics.nn.modules.block import (
     C3,
     A2C2f,
@@ -25,7 +26,17 @@ from ultralytics.nn.modules.block import (
 )
 from ultralytics.nn.modules.conv import Conv
 
-from yolo12_fastconv import _config, blocks, check_parity, csp, ops, patch_model, patch_report, registry
+from yolo12_fastconv import (
+    _config,
+    blocks,
+    check_parity,
+    csp,
+    ops,
+    patch_model,
+    patch_report,
+    registry,
+    training,
+)
 from yolo12_fastconv.patching import patch_modules, unpatch_modules
 
 BLOCKS = {
@@ -75,9 +86,9 @@ def test_computes_as_stock(name, memory_format):
 
     with torch.no_grad():
         assert_same(results([fast(x)]), results([stock(x)]), 1e-12)
-    for training in (False, True):
-        stock.train(training)
-        fast.train(training)
+    for mode in (False, True):
+        stock.train(mode)
+        fast.train(mode)
         sides = []
         for block in (fast, stock):
             sides.append(support.step(block, x.clone().requires_grad_()))
@@ -97,11 +108,11 @@ def test_autocast_returns_stocks_dtype(name):
     stock, fast = pair(name)
     half = input_of(stock, torch.bfloat16)
     for x in (half, half.float()):
-        for training in (False, True):
-            stock.train(training)
-            fast.train(training)
+        for mode in (False, True):
+            stock.train(mode)
+            fast.train(mode)
             exact = copy.deepcopy(stock).double()(x.double())
-            with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16):
+            with torch.set_grad_enabled(mode), torch.autocast("cpu", torch.bfloat16):
                 ours, theirs = fast(x), stock(x)
             assert ours.dtype is theirs.dtype
             assert support.error(ours, exact) <= 2 * support.error(theirs, exact) + 2e-3
@@ -409,3 +420,16 @@ def test_fused_weights_get_the_kernels_strides_and_give_them_back(monkeypatch):
     unpatch_modules(model)
     assert all(p.is_contiguous() for p in model.parameters())
     assert not any(key.startswith("_fc_") for m in model.modules() for key in vars(m))
+
+
+def test_attention_is_an_option_of_training_too():
+    assert training._without_defaults(dict(include=None, exclude=None, attention=True, strict=False)) == {}
+    assert training._without_defaults(dict(attention=False, strict=True)) == {
+        "attention": False,
+        "strict": True,
+    }
+    yolo = patch_model(YOLO("yolo12n.yaml"), attention=False)
+    assert yolo._fastconv_options == {"attention": False}
+    yolo._patch_again()
+    assert not any(type(m) is registry.FUSED[AAttn] for m in yolo.model.modules())
+    assert patch_model(YOLO("yolo12n.yaml"))._fastconv_options == {}
