@@ -268,7 +268,7 @@ def replace_class(model):
 
 
 def parametrize(model):
-    nn.utils.parametrize.register_parametrization(conv(model), "weight", nn.Tanh())
+    nn.utils.parametrize.register_parametrization(conv(model), "weight", nn.Softplus())
 
 
 def override_forward(model):
@@ -389,7 +389,7 @@ def test_only_plain_calls_are_replayed(yolo12n, images, capsys):
     model(images)  # gradients
     with support.OpLog() as ops_log, torch.no_grad():
         model(images)
-    assert ops_log.fused == 113
+    assert ops_log.fused == 113 + 6  # the last convolutions of the head's branches
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     with torch.no_grad():
         model(images)
