@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -140,6 +142,19 @@ def test_cuda_outputs_are_channels_last_in_fakes():
     with FakeTensorMode():
         out, v = ops.area_attention(torch.randn(2, 96, 4, 6, device="cuda"), 1, 4, with_values=True)
         assert out.stride() == v.stride() == (32 * 24, 1, 6 * 32, 32)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_fakes_know_which_cases_keep_the_logsumexp(monkeypatch, loaded):
+    monkeypatch.setattr(ops, "LIBRARY", dataclasses.replace(ops.LIBRARY, loaded=loaded))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for channels in (16, 32):
+            with FakeTensorMode():
+                qkv = torch.empty(2, 3 * 3 * channels, 4, 6, device="cuda", dtype=dtype)
+                logsumexp = OPS.area_attention.default(qkv, 3, 4, 1.0, False)[2]
+            kept = loaded and channels == 32 and dtype is not torch.float64
+            assert logsumexp.shape == ((2, 3, 24) if kept else (0,))
+            assert logsumexp.dtype is torch.promote_types(dtype, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

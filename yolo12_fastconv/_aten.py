@@ -7,6 +7,7 @@ block rounds as a stock one does. Gradients are written out, as the compiled ker
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor
@@ -418,8 +419,9 @@ def area_attention(
     if qkv.numel():
         with _without_autocast(qkv.device):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
-        # A query that is not finite makes NaN of stock's output. The call takes rows of -inf for masked ones: zeros.
-        out = out + (q * 0).sum(dim=-1, keepdim=True)
+            # A query that is not finite makes NaN of stock's output; the call takes rows of -inf for masked: zeros.
+            # The norm is the largest magnitude or NaN: it does not overflow, as a sum in half might.
+            out = torch.add(out, torch.linalg.vector_norm(q, math.inf, dim=-1, keepdim=True), alpha=0)
     else:  # some backends of the call above divide by the number of pixels
         out = torch.empty_like(v)
     values = _fresh(_from_heads(v, size, layout), qkv) if with_values else qkv.new_empty(0)

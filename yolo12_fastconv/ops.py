@@ -363,8 +363,9 @@ def area_attention(
     """Attention within areas of a feature map: ``softmax(q k^T * scale) v`` for each picture, area and head.
 
     The pixels of a picture, in reading order, are split into `area` runs of equal length; a pixel attends to those of
-    its run. Half precision with 32 channels a head runs on kernels of the compiled library: logits and softmax in
-    float32, weights rounded to the dtype of `qkv` for the product with the values. All else runs on ATen's
+    its run. Half precision and float32 with 32 channels a head run on kernels of the compiled library: logits and
+    softmax in float32, weights rounded to half precision for the product of half values; float32 products to the
+    accuracy of float32, whatever TF32 setting. All else, and the gradient in float32, runs on ATen: outputs on its
     ``scaled_dot_product_attention``.
 
     Args:
@@ -619,7 +620,7 @@ def _(qkv, num_heads, area, scale, with_values):
     )
     values = torch.empty_like(out) if with_values else qkv.new_empty(0)
     # `attention_kernel_serves` in csrc/host/attention.cpp; ATen computes the softmax anew in backward.
-    kept = qkv.device.type == "cuda" and LIBRARY.loaded and qkv.dtype.itemsize == 2 and head_dim == 32
+    kept = qkv.device.type == "cuda" and LIBRARY.loaded and qkv.dtype.itemsize <= 4 and head_dim == 32
     size = (batch, num_heads, height * width) if kept else (0,)
     return out, values, qkv.new_empty(size, dtype=_stats_dtype(qkv.dtype))
 

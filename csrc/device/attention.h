@@ -1,4 +1,4 @@
-// Arguments and launchers of area attention. kernels/attention.cu, kernels/attention_backward.cu
+// Arguments and launchers of area attention. kernels/attention.cu, attention_float.cu, attention_backward.cu
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -102,5 +102,7 @@ inline AttentionPlan plan_attention(const AttentionShape& s, const AttentionBloc
 // Half and bfloat16, from compute capability 8.0 on; all rows aligned to 16 bytes.
 void attention_forward(const AttentionArgs& args, DType dtype, cudaStream_t stream);
 void attention_backward(const AttentionBackwardArgs& args, DType dtype, cudaStream_t stream);
+// Float, likewise; forward only.
+void attention_float_forward(const AttentionArgs& args, cudaStream_t stream);
 
 }  // namespace yolo12_fastconv

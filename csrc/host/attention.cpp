@@ -64,14 +64,17 @@ struct Sizes {
 
 // What the kernels are written for. The fake kernel in yolo12_fastconv/ops.py asks the same.
 bool attention_kernel_serves(const Tensor& qkv, const Sizes& sizes) {
-  const DType dtype = dtype_of(qkv.scalar_type());
-  return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && sizes.channels == sizes.heads * kHeadDim;
+  return dtype_of(qkv.scalar_type()) != DType::kFloat64 && sizes.channels == sizes.heads * kHeadDim;
+}
+
+bool backward_kernel_serves(const Tensor& qkv, const Sizes& sizes) {
+  return attention_kernel_serves(qkv, sizes) && dtype_of(qkv.scalar_type()) != DType::kFloat32;
 }
 
 // `tensor` itself if it is a row matrix of `dtype` that can be read 16 bytes at a time, else a dense copy.
 Tensor aligned_rows(const Tensor& tensor, DType dtype) {
-  if (dtype_of(tensor.scalar_type()) == dtype && is_row_matrix(tensor) && row_stride(tensor) % 8 == 0 &&
-      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0) {
+  if (dtype_of(tensor.scalar_type()) == dtype && is_row_matrix(tensor) &&
+      row_stride(tensor) * size_of(dtype) % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0) {
     return tensor;
   }
   Tensor copy = empty_channels_last(tensor, tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3), dtype);
@@ -122,7 +125,11 @@ AttentionOutputs area_attention(Tensor qkv, int64_t num_heads, int64_t area, dou
   args.out = out.mutable_data_ptr();
   args.values = with_values ? values.mutable_data_ptr() : nullptr;
   args.logsumexp = static_cast<float*>(logsumexp.mutable_data_ptr());
-  attention_forward(args, dtype, current_stream(qkv));
+  if (dtype == DType::kFloat32) {
+    attention_float_forward(args, current_stream(qkv));
+  } else {
+    attention_forward(args, dtype, current_stream(qkv));
+  }
   return {out, values, logsumexp};
 }
 
@@ -130,7 +137,7 @@ Tensor area_attention_backward(Tensor grad_out, OptionalTensor grad_values, Tens
                                int64_t num_heads, int64_t area, double scale) {
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   const Sizes s(qkv, num_heads, area);
-  if (!attention_kernel_serves(qkv, s) || capability_of(qkv) < 80) {
+  if (!backward_kernel_serves(qkv, s) || capability_of(qkv) < 80) {
     return attention_backward_on_aten(grad_out, grad_values, qkv, out, logsumexp, num_heads, area, scale);
   }
   check_gradient(grad_out, "grad_out", s, qkv);
