@@ -416,7 +416,10 @@ def area_attention(
     batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
     size, layout = [batch, channels, height, width], attention_format(qkv)
     q, k, v = _heads(qkv, num_heads, area).split(head_dim, dim=-1)
-    if qkv.numel():
+    if qkv.numel() and qkv.is_cpu and qkv.dtype.itemsize == 2:
+        with _without_autocast(qkv.device):  # rounds where stock does, which the call below would not in half
+            out = ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
+    elif qkv.numel():
         with _without_autocast(qkv.device):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
             # A query that is not finite makes NaN of stock's output; the call takes rows of -inf for masked: zeros.
