@@ -216,7 +216,7 @@ def test_float32_is_one_kernel_without_copies(cuda):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             ops.area_attention(qkv, heads, area, with_values=True)
             torch.cuda.synchronize()
-        events = [e.name for e in profile.events() if e.device_type is torch.autograd.DeviceType.CUDA]
+        events = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         kernels = [name for name in events if "Activity Buffer" not in name]  # the profiler's own
         assert len(kernels) == 1 and "attention_float_kernel" in kernels[0], kernels
 

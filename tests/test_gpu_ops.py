@@ -301,8 +301,10 @@ def test_statistics_of_any_shape(cuda, monkeypatch, precision, offset):
             error = (mean - exact_mean).abs().max() / (exact_var.max().sqrt() + offset * 2**-2)
             if not error < 2e-6:
                 problems.append(f"{what}: mean is off by {error:.1e}")
+            # Partial means are floats: of the size of the offset, whose rounding is that share of the spread.
+            kept = 5e-6 + offset / float(exact_var.min().clamp_min(1e-12)) ** 0.5 * 2**-24
             error = ((var - exact_var).abs() / exact_var.clamp_min(1e-12)).max()
-            if not error < 5e-6:
+            if not error < kept:
                 problems.append(f"{what}: variance is off by {error:.1e}")
     assert not problems, "\n".join(problems)
 

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from yolo12_fastconv import reference
 from yolo12_fastconv._shapes import (
     attention_sizes,
     check_attention_gradients,
@@ -415,11 +416,15 @@ def area_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
     size, layout = [batch, channels, height, width], attention_format(qkv)
+    no_sums = qkv.new_empty(0, dtype=torch.promote_types(qkv.dtype, torch.float32))
+    # As stock writes it where the call below rounds otherwise (on a CPU), or makes numbers of infinite logits (in float).
+    if qkv.numel() and (qkv.is_cpu or qkv.dtype.itemsize > 2):
+        with _without_autocast(qkv.device):
+            out, v = reference.area_attention(qkv, num_heads, area, scale)
+        values = _fresh(_in_format(v, layout), qkv) if with_values else qkv.new_empty(0)
+        return _fresh(_in_format(out, layout), qkv), values, no_sums
     q, k, v = _heads(qkv, num_heads, area).split(head_dim, dim=-1)
-    if qkv.numel() and qkv.is_cpu and qkv.dtype.itemsize == 2:
-        with _without_autocast(qkv.device):  # rounds where stock does, which the call below would not in half
-            out = ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
-    elif qkv.numel():
+    if qkv.numel():
         with _without_autocast(qkv.device):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
             # A query that is not finite makes NaN of stock's output; the call takes rows of -inf for masked: zeros.
@@ -428,9 +433,8 @@ def area_attention(
     else:  # some backends of the call above divide by the number of pixels
         out = torch.empty_like(v)
     values = _fresh(_from_heads(v, size, layout), qkv) if with_values else qkv.new_empty(0)
-    # Backward computes the softmax anew.
-    lse = qkv.new_empty(0, dtype=torch.promote_types(qkv.dtype, torch.float32))
-    return _fresh(_from_heads(out, size, layout), qkv), values, lse
+    # No sums of exponentials: backward computes the softmax anew.
+    return _fresh(_from_heads(out, size, layout), qkv), values, no_sums
 
 
 def _fresh(t: Tensor, source: Tensor) -> Tensor:
