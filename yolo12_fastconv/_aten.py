@@ -417,7 +417,7 @@ def area_attention(
     batch, channels, height, width, head_dim = attention_sizes(qkv, num_heads, area)
     size, layout = [batch, channels, height, width], attention_format(qkv)
     no_sums = qkv.new_empty(0, dtype=torch.promote_types(qkv.dtype, torch.float32))
-    # As stock writes it where the call below rounds otherwise (on a CPU), or makes numbers of infinite logits (in float).
+    # As stock writes it where the call below rounds otherwise (on a CPU) or makes numbers of infinite logits (float).
     if qkv.numel() and (qkv.is_cpu or qkv.dtype.itemsize > 2):
         with _without_autocast(qkv.device):
             out, v = reference.area_attention(qkv, num_heads, area, scale)

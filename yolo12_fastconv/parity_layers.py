@@ -231,7 +231,7 @@ class LayerChecker:
             if not block.fused_now():
                 problem = block.structure_problem(block) or _config.DISABLE
                 comparison.kernel = f"stock: {problem}"
-            # A result that somebody looks at is stock's, to the dtype: an upsampling narrows what only convolutions read.
+            # A result that somebody looks at is stock's, to the dtype; an upsampling narrows what only blocks read.
             with block.register_forward_hook(lambda *_: None):
                 ours = _Side.of(block, block, x, settings, stock.grad_y)
         except Exception as error:
