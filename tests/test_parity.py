@@ -605,7 +605,9 @@ def test_report_as_text_json_and_markdown(tiny, pictures):
         markdown = report.to_markdown()
         assert markdown.startswith(f"# Layer-by-layer check: {verdict}") and values["summary"] in markdown
         table = [line for line in markdown.splitlines() if line.startswith("|")]
-        assert len(table) == 2 + len(list(report.layers())) + len(report.outputs)
+        assert len(table) == 2 + sum(
+            len(list(part)) for part in (report.layers(), report.larger_blocks(), report.outputs)
+        )
         assert len({line.count("|") for line in table}) == 1
         text = str(report)
         assert text.splitlines()[-1] == report.summary()
