@@ -94,13 +94,14 @@ def _matrix(folder: Path) -> dict[str, Any] | None:
 
 def collect(folder: Path) -> int:
     matrix = _matrix(folder)
-    if matrix is None or not (folder / "facts.json").is_file():
-        lacking = "facts.json" if matrix else "matrix-<scale>.json"
+    measured = matrix is not None or (folder / "junit.xml").is_file()
+    if not measured or not (folder / "facts.json").is_file():
+        lacking = "facts.json" if measured else "junit.xml and matrix-<scale>.json"
         print(f"gpu_record: {folder} lacks {lacking}: run scripts/gpu_record.py run", file=sys.stderr)
         return 2
     record = json.loads((folder / "facts.json").read_text())
     record["tests"] = _tests(folder)
-    record["parity"] = matrix
+    record["parity"] = matrix or {"ok": None, "complete": False, "rows": []}
     for row in record["parity"]["rows"]:
         row.pop("environment", None)
     RECORDS.mkdir(parents=True, exist_ok=True)

@@ -678,3 +678,7 @@ def test_parity_of_scales_is_run_and_collected_one_by_one(benchmark, checkout, m
     facts["sources"] = {"csrc": "d", "package": "p"}
     assert gpu_record.run(folder, "parity", "m", 1) == 1  # of other sources now: the older results are gone
     assert gpu_record.collect(folder) == 2
+    (folder / "junit.xml").write_text('<testsuites><testsuite time="1"><testcase name="a"/></testsuite></testsuites>')
+    assert gpu_record.collect(folder) == 0  # tests alone are a record too
+    record = json.loads((benchmark.records.RECORDS / "nvidia-test-1.json").read_text())
+    assert record["parity"]["rows"] == [] and record["tests"]["passed"] == 1
