@@ -224,7 +224,9 @@ def _parity_part(path: Path, record: dict[str, Any]) -> str:
     ]
     source = _source_line(path, _hashes(record["sources"]))
     if not record["parity"]["rows"]:
-        lines.append("The runs over whole models, block by block, were not made on these sources, but for YOLO12n's tests.")
+        lines.append(
+            "The runs over whole models, block by block, were not made on these sources, but for YOLO12n's tests."
+        )
         return "\n".join([*lines, "", source])
     lines += [
         "Parity with stock: every block on the same input, against a float64 truth (random weights; the limit is "

@@ -208,7 +208,7 @@ def test_both_kinds_of_record_stand_side_by_side(benchmark, a_set, checkout, lay
             (benchmark.records.RECORDS / path.name).write_text(path.read_text())
     files.write(benchmark.records.RECORDS / "nvidia-test-1-layers.json", a_record(a_set()))
     text = benchmark.records.table()
-    assert "Parity with stock" in text and "Conv blocks alone on one NVIDIA Test 1" in text
+    assert "GPU tests passed" in text and "Conv blocks alone on one NVIDIA Test 1" in text
 
 
 def test_layers_measures_each_shape_once_and_keeps_to_its_budget(
@@ -678,7 +678,9 @@ def test_parity_of_scales_is_run_and_collected_one_by_one(benchmark, checkout, m
     facts["sources"] = {"csrc": "d", "package": "p"}
     assert gpu_record.run(folder, "parity", "m", 1) == 1  # of other sources now: the older results are gone
     assert gpu_record.collect(folder) == 2
-    (folder / "junit.xml").write_text('<testsuites><testsuite time="1"><testcase name="a"/></testsuite></testsuites>')
+    (folder / "junit.xml").write_text(
+        '<testsuites><testsuite time="1"><testcase name="a"/></testsuite></testsuites>'
+    )
     assert gpu_record.collect(folder) == 0  # tests alone are a record too
     record = json.loads((benchmark.records.RECORDS / "nvidia-test-1.json").read_text())
     assert record["parity"]["rows"] == [] and record["tests"]["passed"] == 1
