@@ -222,14 +222,10 @@ def plot(path: Path) -> None:
     Raises:
         UsageError: there is no record in `path`.
     """
-    record = record_files.read(path, "convergence")
-    if record is None:
-        raise UsageError(f"{path}: no such file")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        print(f"benchmark: no plot: {error}; pip install '.[bench]', then scripts/benchmark.py plot {path}")
+    found = record_files.to_draw(path, "convergence")
+    if found is None:
         return
+    record, Figure = found
     sets = record["sets"]
     figure = Figure(figsize=(6.4, 3.4 * len(sets)), layout="constrained")
     panels = figure.subplots(len(sets), 1, squeeze=False)[:, 0]

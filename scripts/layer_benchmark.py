@@ -277,18 +277,11 @@ def plot(path: Path) -> None:
     Raises:
         UsageError: there is no record in `path`.
     """
-    record = record_files.read(path, "layers")
-    if record is None:
-        raise UsageError(f"{path}: no such file")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        print(f"benchmark: no plot: {error}; pip install '.[bench]', then scripts/benchmark.py plot {path}")
+    found = record_files.to_draw(path, "layers")
+    if found is None:
         return
+    record, Figure = found
     sets = record["sets"]
-    if not sets:
-        print(f"benchmark: no plot: {records.shown(path)} has no layers")
-        return
     lines = list(dict.fromkeys(_conditions(one) for one in sets))
     models = [model for model in MODELS if any(one["model"] == model for one in sets)]
     figure = Figure(figsize=(2.9 * len(models) + 0.4, 3.0 * len(lines) + 0.5), layout="constrained")

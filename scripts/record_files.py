@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import records
 from bench_options import DTYPES, MODELS, UsageError
 
 Record = dict[str, Any]
@@ -43,6 +44,28 @@ def read(path: Path, kind: str | None = None) -> Record | None:
     if found not in IDENTITY or kind not in (None, found):
         raise UsageError(f"{path}: not a record of scripts/benchmark.py {kind or ''}".rstrip())
     return record
+
+
+def to_draw(path: Path, kind: str) -> tuple[Record, Any] | None:
+    """The record in `path`, and matplotlib's class of figures.
+
+    None, after saying why, if it has no sets or there is no matplotlib, which a machine with a GPU need not have.
+
+    Raises:
+        UsageError: there is no record of that kind in `path`.
+    """
+    record = read(path, kind)
+    if record is None:
+        raise UsageError(f"{path}: no such file")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        print(f"benchmark: no plot: {error}; pip install '.[bench]', then scripts/benchmark.py plot {path}")
+        return None
+    if not record["sets"]:
+        print(f"benchmark: no plot: {records.shown(path)} has no {kind}")
+        return None
+    return record, Figure
 
 
 def merge(old: Record | None, new: Record) -> Record:
