@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import support  # noqa: E402
 import torch  # noqa: E402
+from ultralytics.utils import LOGGER  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,15 @@ def tiny(_tiny):
 def images():
     """Two random pictures (2, 3, 64, 64) in [0, 1)."""
     return torch.rand(2, 3, 64, 64)
+
+
+@pytest.fixture
+def log(caplog):
+    """Messages of Ultralytics' logger, which does not hand them on to the root logger."""
+    LOGGER.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger=LOGGER.name)
+    yield caplog
+    LOGGER.removeHandler(caplog.handler)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import logging
 import operator
 import pickle
 import pickletools
@@ -25,7 +24,6 @@ from torch import nn
 from ultralytics import YOLO
 from ultralytics.nn.modules.conv import Conv
 from ultralytics.nn.tasks import ClassificationModel, DetectionModel
-from ultralytics.utils import LOGGER
 
 from yolo12_fastconv import PatchError, graphs, patch_model, patch_report, training, unpatch_model
 from yolo12_fastconv.patching import patch_modules
@@ -79,14 +77,6 @@ class FakeBackend:
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
     monkeypatch.setattr(graphs, "BACKEND", FakeBackend)
-
-
-@pytest.fixture
-def log(caplog):
-    LOGGER.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger=LOGGER.name)
-    yield caplog
-    LOGGER.removeHandler(caplog.handler)
 
 
 def graphed(model):

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import itertools
 import json
-import logging
 import pickle
 import sys
 import types
@@ -37,7 +36,6 @@ from ultralytics.nn.modules.conv import (
     RepConv,
 )
 from ultralytics.nn.tasks import DetectionModel
-from ultralytics.utils import LOGGER
 
 from yolo12_fastconv import (
     PatchError,
@@ -51,15 +49,6 @@ from yolo12_fastconv import (
 )
 from yolo12_fastconv.blocks import FastConv, FastDWConv
 from yolo12_fastconv.patching import patch_modules
-
-
-@pytest.fixture
-def log(caplog):
-    """Messages of Ultralytics' logger, which does not hand them on to the root logger."""
-    LOGGER.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger=LOGGER.name)
-    yield caplog
-    LOGGER.removeHandler(caplog.handler)
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
