@@ -150,25 +150,25 @@ def test_ops_run_without_filling_of_memory(deterministic):
     def filling():
         return torch.utils.deterministic.fill_uninitialized_memory
 
-    assert not _autograd.call_op(filling, ())
+    assert not _autograd.call_op(filling)
     assert filling()
     with pytest.raises(ZeroDivisionError):
-        _autograd.call_op(lambda: 1 // 0, ())
+        _autograd.call_op(lambda: 1 // 0)
     assert filling(), "put back after an error"
     torch.utils.deterministic.fill_uninitialized_memory = False
-    assert not _autograd.call_op(filling, ())
+    assert not _autograd.call_op(filling)
     assert not filling(), "left as the user set it"
 
 
 def test_every_op_runs_without_filling_of_memory(deterministic, monkeypatch):
     seen = []
 
-    def spy(op, arguments):
+    def spy(op, *arguments):
         def watched(*given):
             seen.append((str(op), torch.utils.deterministic.fill_uninitialized_memory))
             return op(*given)
 
-        return call_op(watched, arguments)
+        return call_op(watched, *arguments)
 
     call_op = _autograd.call_op
     monkeypatch.setattr(_autograd, "call_op", spy)
