@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "device/kernels.h"
 
@@ -63,6 +65,18 @@ Tensor empty_vector(const Tensor& like, int64_t size, DType dtype) {
   return empty_strided(like, {size}, {1}, torch_dtype(dtype));
 }
 
+std::pair<Tensor, Tensor> empty_vectors(const Tensor& like, int64_t size, DType dtype) {
+  // The second begins at a multiple of 256 bytes, as an allocation of its own would.
+  const int64_t offset = round_up<int64_t>(size, 256 / size_of(dtype));
+  const int64_t stride = 1;
+  const Tensor whole = empty_vector(like, offset + size, dtype);
+  AtenTensorHandle first = nullptr, second = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), 1, &size, &stride, 0, &first));
+  Tensor front(first);
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), 1, &size, &stride, offset, &second));
+  return {front, Tensor(second)};
+}
+
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(sizes[dim], 1);
@@ -80,13 +94,21 @@ cudaStream_t current_stream(const Tensor& tensor) {
 }
 
 int capability_of(const Tensor& tensor) {
+  // Asked several times by every op, and an immutable fact; 0: not known yet.
+  constexpr int kMostDevices = 64;
+  static std::array<std::atomic<int>, kMostDevices> known{};
   const int device = tensor.get_device_index();
+  if (device < kMostDevices) {
+    if (const int capability = known[device].load(std::memory_order_relaxed); capability != 0) return capability;
+  }
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     fail("cannot read the compute capability of CUDA device ", device);
   }
-  return major * 10 + minor;
+  const int capability = major * 10 + minor;
+  if (device < kMostDevices) known[device].store(capability, std::memory_order_relaxed);
+  return capability;
 }
 
 Strides strides_of(const Tensor& tensor) {
