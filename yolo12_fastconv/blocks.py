@@ -153,7 +153,10 @@ def _run(
     if batch_statistics:
         moves = bn.training and bn.track_running_stats and mean is not None
         running = ops.RunningStats(mean, var, counter, bn.momentum) if moves else None
-        y, _, _ = ops.conv_bn_act_train(x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running)
+        memory = block.__dict__.get("_fc_memory", "auto")
+        y, _, _ = ops.conv_bn_act_train(
+            x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory
+        )
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
         if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):
