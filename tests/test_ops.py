@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -136,6 +138,36 @@ def test_running_statistics_move_within_the_training_op(momentum, grad):
     for a, b in zip((*buffers[0], y, mean, var), (*buffers[1], *out), strict=True):
         assert torch.equal(a, b)
     assert buffers[1][2] == 4 and not torch.equal(buffers[1][0], case.mean)
+
+
+def test_training_saves_tensors_that_are_no_results_of_autograd():
+    case = Case("dense", torch.float32)
+    case.weight.requires_grad_()
+    arguments = (case.x, case.weight, None, case.gamma, case.beta, 1e-3, None, *map(list, case.geometry[:3]), 1)
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    gc.collect()
+    gc.disable()  # nothing may wait for it
+    try:
+        saved: list[weakref.ref] = []
+
+        def pack(tensor):
+            box = Saved(tensor)
+            saved.append(weakref.ref(box))
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+            y, z, mean, var = OPS.conv_bn_act_train.default(*arguments, reference.SILU, torch.float32, False)
+        assert y.requires_grad and not (z.requires_grad or mean.requires_grad or var.requires_grad)
+        kept = [box().tensor.data_ptr() for box in saved]
+        assert {z.data_ptr(), mean.data_ptr(), var.data_ptr()} <= set(kept)
+        del y
+        assert all(box() is None for box in saved)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, reference
+from yolo12_fastconv import _aten_maps, _recompute, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -25,6 +25,7 @@ _DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
 _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
 # Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow.
 _TRAIN_ARGUMENTS = 14
+_ACT = 11  # of conv_bn_act_train
 
 
 def call_op(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -76,19 +77,29 @@ def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
     return _train(_ops.conv_bn_act_train.default, arguments)
 
 
-def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, ...]:
-    return _train(_ops.conv_bn_act_train_.default, arguments)
+def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train_.default, arguments, memory)
 
 
-def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    sources = (*arguments[:_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act_train"]])
+def _train(op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast") -> tuple[Tensor, ...]:
+    residual = arguments[_RESIDUAL["conv_bn_act_train"]]
+    sources = (*arguments[:_DIFFERENTIABLE], residual)
     if not _needs_grad(sources):
         return call_op(op, *arguments)
+    x_source = None if memory == "fast" else _recompute.source_of(arguments[0], memory)
     # What gets no gradient goes in, and what needs none comes out, in one object each: `apply` looks at every argument
     # and result, which takes longer than a launch.
     others: list[Tensor] = []
-    y = _Training.apply(*sources, op, arguments, others)
+    y = _Training.apply(*sources, op, arguments, x_source, others)
+    if memory != "fast" and residual is None:
+        _recompute.note(y, (*others[:3], *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
     return (y, *others)
+
+
+def bn_act(*arguments: Any) -> Tensor:
+    if _needs_grad(arguments):
+        return _OnceDifferentiable.apply(_ops.bn_act.default, *arguments)
+    return call_op(_ops.bn_act.default, *arguments)
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -272,6 +283,7 @@ class _Training(torch.autograd.Function):
         residual: Tensor | None,
         op: Callable[..., Any],
         arguments: tuple[Any, ...],
+        x_source: _recompute.Source | None,
         others: list[Tensor],
     ) -> Tensor:
         """`others` is filled with all results but the first."""
@@ -279,15 +291,27 @@ class _Training(torch.autograd.Function):
         others += rest
         z, mean, var, *cast = rest
         cast_weight = cast[0] if cast and cast[0].numel() else None
-        ctx.save_for_backward(x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
-        ctx.call = (arguments[_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS])
+        kept = (weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
+        again = None
+        if x_source is None:
+            ctx.save_for_backward(x, *kept)
+        else:
+            ctx.save_for_backward(None, *kept, *x_source.tensors)
+            again = (x_source.eps, x_source.act)
+        ctx.call = (
+            arguments[_DIFFERENTIABLE],
+            arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
+            again,
+        )
         ctx.residual_dtype = None if residual is None else residual.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
-        eps, geometry = ctx.call
+        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
+        eps, geometry, again = ctx.call
+        if again is not None:
+            x = _recompute.again(_bn_act, tuple(source), *again)
         wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
         if torch.is_grad_enabled():  # create_graph=True
 
@@ -303,7 +327,11 @@ class _Training(torch.autograd.Function):
                 *geometry, wanted, cast_weight,
             )  # fmt: skip
             grads = _asked_for(out, wanted)
-        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None)
+        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
+
+
+def _bn_act(*arguments: Any) -> Tensor:
+    return call_op(_ops.bn_act.default, *arguments)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:

@@ -184,7 +184,9 @@ def _run(
         usual = False
     if not usual:
         return _run_checked(block, bn, x, residual, out)
-    return _compute(x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, training, residual, out)
+    return _compute(
+        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, training, residual, out
+    )
 
 
 def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
@@ -213,12 +215,12 @@ def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, o
     if reason is not None:
         return _as_stock(conv, bn, act, x, residual)
     return _compute(
-        x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, batch_statistics, residual, out
+        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, batch_statistics, residual, out
     )
 
 
 def _compute(
-    x: Tensor, conv: Any, bn: Any, act: Any, dtype: torch.dtype, weight: Tensor, bias: Tensor | None,
+    block: FastConv, x: Tensor, conv: Any, bn: Any, act: Any, dtype: torch.dtype, weight: Tensor, bias: Tensor | None,
     gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None, counter: Tensor | None,
     batch_statistics: bool, residual: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -232,7 +234,10 @@ def _compute(
         running = None
         if bn.training and bn.track_running_stats and mean is not None and var is not None:
             running = ops.RunningStats(mean, var, counter, bn.momentum)
-        y, _, _ = ops.conv_bn_act_train(x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running)
+        memory = block.__dict__.get("_fc_memory", "auto")
+        y, _, _ = ops.conv_bn_act_train(
+            x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory
+        )
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
         if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):

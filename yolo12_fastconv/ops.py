@@ -92,6 +92,8 @@ SCHEMAS = {
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING})"
         " -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
     ),
+    # The y of conv_bn_act_train, from its other outputs.
+    "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
     "update_running_stats_": (
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
         " float? momentum, SymInt count) -> ()"
@@ -302,12 +304,15 @@ def conv_bn_act_train(
     groups: int = 1,
     act: str = "silu",
     running: RunningStats | None = None,
+    memory: str = "fast",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolution, batch norm by the statistics of this batch, activation and residual.
 
     Args:
         running: buffers to move as `update_running_stats_` does, in the same call and on CUDA in the same kernel; None
-            leaves that to the caller. The others are those of `conv_bn_act`.
+            leaves that to the caller.
+        memory: "low" or "auto": if `x` is the output of this op, backward may compute it again from what its own call
+            keeps, instead of keeping it (`_recompute.py`); "fast" keeps it. The others are those of `conv_bn_act`.
 
     Returns:
         y: (N, K, P, Q) in the dtype of `x`, or autocast's.
@@ -329,7 +334,9 @@ def conv_bn_act_train(
         if running is not None:
             update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])
         return y, mean, var
-    y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(*arguments, *(running or _UNTRACKED))
+    y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(
+        *arguments, *(running or _UNTRACKED), memory=memory
+    )
     return y, mean, var
 
 
@@ -592,6 +599,12 @@ def _(
     return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::bn_act", lib=_lib)
+def _(z, mean, var, bn_weight, bn_bias, eps, act):
+    check_channels(z.shape[1], z, bn_weight=bn_weight, bn_bias=bn_bias)
+    return torch.empty_like(z)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::update_running_stats_", lib=_lib)
 def _(running_mean, running_var, num_batches_tracked, mean, var, momentum, count):
     return None
@@ -659,6 +672,7 @@ for _name in (
     "conv_bn_act_train_",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
+    "bn_act",
     "concat_channels",
     "concat_channels_out",
     "upsample_nearest_backward",
