@@ -122,7 +122,9 @@ def unusual_calls(monkeypatch) -> list[object]:
 
 
 @pytest.mark.parametrize("mode", ["eval", "train", "folded"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", ["stem", "3x3", "depthwise-7x7", "bias", "no-act"])
 def test_usual_calls_pass_the_quick_guard(name, mode, dtype, monkeypatch):
     block = fused_block(name, dtype) if mode == "folded" else make(name, dtype).train(mode == "train")

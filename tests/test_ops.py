@@ -143,7 +143,17 @@ def test_running_statistics_move_within_the_training_op(momentum, grad):
 def test_training_saves_tensors_that_are_no_results_of_autograd():
     case = Case("dense", torch.float32)
     case.weight.requires_grad_()
-    arguments = (case.x, case.weight, None, case.gamma, case.beta, 1e-3, None, *map(list, case.geometry[:3]), 1)
+    arguments = (
+        case.x,
+        case.weight,
+        None,
+        case.gamma,
+        case.beta,
+        1e-3,
+        None,
+        *map(list, case.geometry[:3]),
+        1,
+    )
 
     class Saved:
         def __init__(self, tensor):

@@ -169,7 +169,11 @@ def _run(
         if usual and bn is not None:
             gamma, beta = bn._parameters["weight"], bn._parameters["bias"]
             buffers = bn._buffers
-            mean, var, counter = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+            mean, var, counter = (
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers["num_batches_tracked"],
+            )
             training, kind = bn.training, mean.dtype
             usual = (
                 type(bn) is nn.BatchNorm2d
@@ -178,9 +182,14 @@ def _run(
                 and gamma.dtype is beta.dtype is var.dtype is kind
                 and gamma.device == beta.device == mean.device == var.device == device
                 # Of one picture there may be a single value per channel.
-                and not (training and (not bn.track_running_stats or counter.device != device or x.shape[0] == 1))
+                and not (
+                    training and (not bn.track_running_stats or counter.device != device or x.shape[0] == 1)
+                )
             )
-    except (KeyError, AttributeError):  # a child, parameter or buffer that is no entry of its table, or is None
+    except (
+        KeyError,
+        AttributeError,
+    ):  # a child, parameter or buffer that is no entry of its table, or is None
         usual = False
     if not usual:
         return _run_checked(block, bn, x, residual, out)
@@ -215,7 +224,22 @@ def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, o
     if reason is not None:
         return _as_stock(conv, bn, act, x, residual)
     return _compute(
-        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, batch_statistics, residual, out
+        block,
+        x,
+        conv,
+        bn,
+        act,
+        dtype,
+        weight,
+        bias,
+        gamma,
+        beta,
+        mean,
+        var,
+        counter,
+        batch_statistics,
+        residual,
+        out,
     )
 
 
