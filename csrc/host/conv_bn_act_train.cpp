@@ -36,7 +36,8 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
          "x", s.out_w);
   }
   const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  std::tie(out.mean, out.var) = empty_vectors(x, s.out_channels, sum_dtype);
+  out.mean = empty_vector(x, s.out_channels, sum_dtype);
+  out.var = empty_vector(x, s.out_channels, sum_dtype);
   std::optional<RunningStatsArgs> running;
   if (running_mean.has_value() && running_var.has_value()) {
     running = running_stats_args(*running_mean, *running_var, num_batches_tracked, out.mean, out.var, momentum,

@@ -164,7 +164,8 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     args.grad_beta = args.grad_gamma = args.workspace = nullptr;
     Tensor workspace;
     if (has_bn && (in.batch_stats || wanted[kGradGamma] || wanted[kGradBeta])) {
-      std::tie(grad_beta, grad_gamma) = empty_vectors(x, s.out_channels, sum_dtype);
+      grad_beta = empty_vector(x, s.out_channels, sum_dtype);
+      grad_gamma = empty_vector(x, s.out_channels, sum_dtype);
       workspace = empty_bytes(x, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
       args.grad_beta = grad_beta.mutable_data_ptr();
       args.grad_gamma = grad_gamma.mutable_data_ptr();

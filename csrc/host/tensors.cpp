@@ -65,18 +65,6 @@ Tensor empty_vector(const Tensor& like, int64_t size, DType dtype) {
   return empty_strided(like, {size}, {1}, torch_dtype(dtype));
 }
 
-std::pair<Tensor, Tensor> empty_vectors(const Tensor& like, int64_t size, DType dtype) {
-  // The second begins at a multiple of 256 bytes, as an allocation of its own would.
-  const int64_t offset = round_up<int64_t>(size, 256 / size_of(dtype));
-  const int64_t stride = 1;
-  const Tensor whole = empty_vector(like, offset + size, dtype);
-  AtenTensorHandle first = nullptr, second = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), 1, &size, &stride, 0, &first));
-  Tensor front(first);
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), 1, &size, &stride, offset, &second));
-  return {front, Tensor(second)};
-}
-
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(sizes[dim], 1);

@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "device/args.h"
@@ -27,8 +26,6 @@ Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w
 // Uninitialised dense tensor, and one of one dimension.
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype);
-// Two vectors in one allocation, which takes longer than anything else that an op does on the host but a launch.
-std::pair<Tensor, Tensor> empty_vectors(const Tensor& like, int64_t size, DType dtype);
 // Uninitialised bytes.
 Tensor empty_bytes(const Tensor& like, int64_t size);
 
