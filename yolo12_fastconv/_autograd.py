@@ -51,6 +51,7 @@ def call_op(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _needs_grad(tensors: Iterable[Any]) -> bool:
+    """Whether gradients are recorded, and one of these, of which some may be no tensors, wants one."""
     if torch.is_grad_enabled():
         for t in tensors:
             if isinstance(t, Tensor) and t.requires_grad:
@@ -59,7 +60,9 @@ def _needs_grad(tensors: Iterable[Any]) -> bool:
 
 
 def conv_bn_act(*arguments: Any) -> Tensor:
-    if _needs_grad((*arguments[:_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act"]])):
+    if torch.is_grad_enabled() and _needs_grad(
+        (*arguments[:_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act"]])
+    ):
         return _Inference.apply(*arguments)
     return call_op(_ops.conv_bn_act.default, *arguments)
 
