@@ -113,6 +113,64 @@ def test_fused_blocks_equal_stock_also_in_gradients(name):
     assert_same_grads(ours[1], stock[1], 1e-11)
 
 
+def unusual_calls(monkeypatch) -> list[object]:
+    """Grows with every call that does not pass the block's quick guard."""
+    calls: list[object] = []
+    run_checked = blocks._run_checked
+    monkeypatch.setattr(blocks, "_run_checked", lambda *call: calls.append(call) or run_checked(*call))
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["eval", "train", "folded"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
+)
+@pytest.mark.parametrize("name", ["stem", "3x3", "depthwise-7x7", "bias", "no-act"])
+def test_usual_calls_pass_the_quick_guard(name, mode, dtype, monkeypatch):
+    block = fused_block(name, dtype) if mode == "folded" else make(name, dtype).train(mode == "train")
+    fast, x = patched_copy(block), make_input(block, dtype=dtype)
+    calls = unusual_calls(monkeypatch)
+    fast(x)
+    with torch.no_grad():
+        fast.run(x, torch.zeros(3, 1, 1, 1, dtype=dtype))
+    if dtype is torch.float32:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert fast(x).dtype is torch.bfloat16
+            fast(x.bfloat16())
+    with torch.inference_mode():
+        if dtype is not torch.bfloat16:
+            fast(x.detach())
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: block.conv.register_forward_hook(lambda *_: None),
+        lambda block: block.bn.register_forward_pre_hook(lambda *_: None),
+        lambda block: setattr(block.act, "forward", block.act.forward),
+        lambda block: setattr(block.conv, "padding_mode", "reflect"),
+        lambda block: setattr(block.conv, "padding", "same"),
+        lambda block: block.conv.double(),
+        lambda block: block.bn.double(),
+        lambda block: setattr(block.bn, "running_var", None),
+        lambda block: setattr(block.bn, "bias", None),
+        lambda block: setattr(block, "act", nn.ReLU()),
+        lambda block: setattr(block, "bn", nn.SyncBatchNorm(13)),
+        lambda block: block.to("meta"),
+        lambda block: block.bn.to("meta"),
+        lambda block: setattr(block, "_fc_strict", "0"),
+    ],
+)
+def test_other_calls_do_not_pass_the_quick_guard(change, monkeypatch):
+    fast = patched_copy(make("3x3", torch.float32).eval())
+    change(fast)
+    calls = unusual_calls(monkeypatch)
+    with contextlib.suppress(RuntimeError, ValueError, TypeError):
+        fast(make_input(fast, dtype=torch.float32))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]

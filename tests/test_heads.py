@@ -118,7 +118,14 @@ def test_pickles_are_stock_and_copies_are_fast(pair):
 
 @pytest.mark.parametrize("stock", [nn.Upsample, Concat, Detect, Segment, Pose, OBB])
 def test_the_installed_classes_compute_what_was_expected(stock):
-    assert registry.formula_problem(stock) is None
+    registry._formula_problem.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert registry.formula_problem(stock) is None
+        assert torch.get_num_threads() == 3, "put back after the check"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_head_that_computes_something_else_stays_stock(monkeypatch):

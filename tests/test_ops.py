@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,46 @@ def test_running_statistics_move_within_the_training_op(momentum, grad):
     assert buffers[1][2] == 4 and not torch.equal(buffers[1][0], case.mean)
 
 
+def test_training_saves_tensors_that_are_no_results_of_autograd():
+    case = Case("dense", torch.float32)
+    case.weight.requires_grad_()
+    arguments = (
+        case.x,
+        case.weight,
+        None,
+        case.gamma,
+        case.beta,
+        1e-3,
+        None,
+        *map(list, case.geometry[:3]),
+        1,
+    )
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    gc.collect()
+    gc.disable()  # nothing may wait for it
+    try:
+        saved: list[weakref.ref] = []
+
+        def pack(tensor):
+            box = Saved(tensor)
+            saved.append(weakref.ref(box))
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+            y, z, mean, var = OPS.conv_bn_act_train.default(*arguments, reference.SILU, torch.float32, False)
+        assert y.requires_grad and not (z.requires_grad or mean.requires_grad or var.requires_grad)
+        kept = [box().tensor.data_ptr() for box in saved]
+        assert {z.data_ptr(), mean.data_ptr(), var.data_ptr()} <= set(kept)
+        del y
+        assert all(box() is None for box in saved)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True)
@@ -150,25 +192,25 @@ def test_ops_run_without_filling_of_memory(deterministic):
     def filling():
         return torch.utils.deterministic.fill_uninitialized_memory
 
-    assert not _autograd.call_op(filling, ())
+    assert not _autograd.call_op(filling)
     assert filling()
     with pytest.raises(ZeroDivisionError):
-        _autograd.call_op(lambda: 1 // 0, ())
+        _autograd.call_op(lambda: 1 // 0)
     assert filling(), "put back after an error"
     torch.utils.deterministic.fill_uninitialized_memory = False
-    assert not _autograd.call_op(filling, ())
+    assert not _autograd.call_op(filling)
     assert not filling(), "left as the user set it"
 
 
 def test_every_op_runs_without_filling_of_memory(deterministic, monkeypatch):
     seen = []
 
-    def spy(op, arguments):
+    def spy(op, *arguments):
         def watched(*given):
             seen.append((str(op), torch.utils.deterministic.fill_uninitialized_memory))
             return op(*given)
 
-        return call_op(watched, arguments)
+        return call_op(watched, *arguments)
 
     call_op = _autograd.call_op
     monkeypatch.setattr(_autograd, "call_op", spy)

@@ -6,7 +6,7 @@ arguments at every call: that took longer than the convolutions of a small model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ _TRAIN_ARGUMENTS = 14
 _ACT = 11  # of conv_bn_act_train
 
 
-def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def call_op(op: Callable[..., Any], *arguments: Any) -> Any:
     """``op(*arguments)`` below autograd, and without torch's filling of the memory that the op allocates.
 
     Under ``torch.use_deterministic_algorithms(True)`` torch fills every uninitialised tensor with NaN, so that reading
@@ -38,6 +38,8 @@ def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     on puts it back on.
     """
     if not (_is_deterministic() and _fills_memory()):
+        if torch.is_inference_mode_enabled():  # below autograd already
+            return op(*arguments)
         with _BelowAutograd():
             return op(*arguments)
     _set_fills_memory(False)
@@ -48,29 +50,30 @@ def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         _set_fills_memory(True)
 
 
-def _needs_grad(arguments: tuple[Any, ...], residual: int) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(t is not None and t.requires_grad for t in (*arguments[:_DIFFERENTIABLE], arguments[residual]))
+def _needs_grad(tensors: Iterable[Any]) -> bool:
+    """Whether gradients are recorded, and one of these, of which some may be no tensors, wants one."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if isinstance(t, Tensor) and t.requires_grad:
+                return True
+    return False
 
 
 def conv_bn_act(*arguments: Any) -> Tensor:
-    if torch.is_inference_mode_enabled():  # below autograd already
-        return _ops.conv_bn_act.default(*arguments)
-    if _needs_grad(arguments, _RESIDUAL["conv_bn_act"]):
+    if torch.is_grad_enabled() and _needs_grad(
+        (*arguments[:_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act"]])
+    ):
         return _Inference.apply(*arguments)
-    return call_op(_ops.conv_bn_act.default, arguments)
+    return call_op(_ops.conv_bn_act.default, *arguments)
 
 
 def conv_bn_act_out(*arguments: Any) -> None:
-    if torch.is_inference_mode_enabled():  # below autograd already
-        return _ops.conv_bn_act_out.default(*arguments)
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+    if _needs_grad(arguments):
         raise RuntimeError(
             "yolo12_fastconv: conv_bn_act_out has no gradient, since it writes to its argument: use conv_bn_act, or "
             "call it under torch.no_grad()"
         )
-    call_op(_ops.conv_bn_act_out.default, arguments)
+    call_op(_ops.conv_bn_act_out.default, *arguments)
 
 
 def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
@@ -82,22 +85,24 @@ def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, .
 
 
 def _train(op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast") -> tuple[Tensor, ...]:
-    residual = _RESIDUAL["conv_bn_act_train"]
-    if not _needs_grad(arguments, residual):
-        return call_op(op, arguments)
-    source = None if memory == "fast" else _recompute.source_of(arguments[0], memory)
-    # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
-    outputs = _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments, source)
-    if memory != "fast" and arguments[residual] is None:
-        y, z, mean, var, *_ = outputs
-        _recompute.note(y, (z, mean, var, *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
-    return outputs
+    residual = arguments[_RESIDUAL["conv_bn_act_train"]]
+    sources = (*arguments[:_DIFFERENTIABLE], residual)
+    if not _needs_grad(sources):
+        return call_op(op, *arguments)
+    x_source = None if memory == "fast" else _recompute.source_of(arguments[0], memory)
+    # What gets no gradient goes in, and what needs none comes out, in one object each: `apply` looks at every argument
+    # and result, which takes longer than a launch.
+    others: list[Tensor] = []
+    y = _Training.apply(*sources, op, arguments, x_source, others)
+    if memory != "fast" and residual is None:
+        _recompute.note(y, (*others[:3], *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
+    return (y, *others)
 
 
 def bn_act(*arguments: Any) -> Tensor:
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+    if _needs_grad(arguments):
         return _OnceDifferentiable.apply(_ops.bn_act.default, *arguments)
-    return call_op(_ops.bn_act.default, arguments)
+    return call_op(_ops.bn_act.default, *arguments)
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -109,38 +114,24 @@ def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype) -> Tensor:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if _needs_grad(tensors):
         return _Concat.apply(scales, dtype, *tensors)
-    return call_op(
-        _ops.concat_channels.default,
-        (
-            tensors,
-            scales,
-            dtype,
-        ),
-    )
+    return call_op(_ops.concat_channels.default, tensors, scales, dtype)
 
 
 def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, out)):
+    if _needs_grad((*tensors, out)):
         raise RuntimeError(
             "yolo12_fastconv: concat_channels_out has no gradient, since it writes to its argument: use "
             "concat_channels, or call it under torch.no_grad()"
         )
-    call_op(
-        _ops.concat_channels_out.default,
-        (
-            tensors,
-            scales,
-            out,
-        ),
-    )
+    call_op(_ops.concat_channels_out.default, tensors, scales, out)
 
 
 def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and grad_y.requires_grad:
+    if _needs_grad((grad_y,)):
         return _UpsampleBackward.apply(grad_y)
-    return call_op(_ops.upsample_nearest_backward.default, (grad_y,))
+    return call_op(_ops.upsample_nearest_backward.default, grad_y)
 
 
 def detect_decode(
@@ -151,33 +142,15 @@ def detect_decode(
     steps: Tensor,
     xywh: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (*boxes, *scores, points, steps, *(() if bin_values is None else (bin_values,)))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):  # training decodes nothing
+    if _needs_grad((*boxes, *scores, bin_values, points, steps)):  # training decodes nothing
         return _aten_maps.detect_decode(boxes, scores, bin_values, points, steps, xywh)
-    return call_op(
-        _ops.detect_decode.default,
-        (
-            boxes,
-            scores,
-            bin_values,
-            points,
-            steps,
-            xywh,
-        ),
-    )
+    return call_op(_ops.detect_decode.default, boxes, scores, bin_values, points, steps, xywh)
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: list[int], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        y = call_op(
-            _ops.concat_channels.default,
-            (
-                list(tensors),
-                scales,
-                dtype,
-            ),
-        )
+        y = call_op(_ops.concat_channels.default, list(tensors), scales, dtype)
         ctx.parts = [(t.shape[1], scale, t.dtype) for t, scale in zip(tensors, scales, strict=True)]
         return y
 
@@ -190,7 +163,7 @@ class _Concat(torch.autograd.Function):
             if wanted:
                 grad = grad_y.narrow(1, begin, channels)  # a view, as from the backward of torch.cat
                 if scale != 1:
-                    grad = _ops.upsample_nearest_backward.default(grad)
+                    grad = upsample_nearest_backward(grad)
                 grad = grad.to(dtype)
             grads.append(grad)
             begin += channels
@@ -200,34 +173,25 @@ class _Concat(torch.autograd.Function):
 class _UpsampleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad_y: Tensor) -> Tensor:
-        return call_op(_ops.upsample_nearest_backward.default, (grad_y,))
+        return call_op(_ops.upsample_nearest_backward.default, grad_y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _ops.concat_channels.default([grad], [2], grad.dtype)
+        return concat_channels([grad], [2], grad.dtype)
 
 
 def area_attention(
     qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_grad_enabled() and qkv.requires_grad:
+    if _needs_grad((qkv,)):
         return _AreaAttention.apply(qkv, num_heads, area, scale, with_values)
-    return call_op(
-        _ops.area_attention.default,
-        (
-            qkv,
-            num_heads,
-            area,
-            scale,
-            with_values,
-        ),
-    )
+    return call_op(_ops.area_attention.default, qkv, num_heads, area, scale, with_values)
 
 
 def area_attention_backward(*arguments: Any) -> Tensor:
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+    if _needs_grad(arguments):
         return _OnceDifferentiable.apply(_ops.area_attention_backward.default, *arguments)
-    return call_op(_ops.area_attention_backward.default, arguments)
+    return call_op(_ops.area_attention_backward.default, *arguments)
 
 
 class _AreaAttention(torch.autograd.Function):
@@ -236,14 +200,7 @@ class _AreaAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, num_heads: int, area: int, scale: float, with_values: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, values, logsumexp = call_op(
-            _ops.area_attention.default,
-            (
-                qkv,
-                num_heads,
-                area,
-                scale,
-                with_values,
-            ),
+            _ops.area_attention.default, qkv, num_heads, area, scale, with_values
         )
         ctx.save_for_backward(qkv, out, logsumexp)
         ctx.mark_non_differentiable(*(() if with_values else (values,)), logsumexp)
@@ -272,8 +229,7 @@ class _AreaAttention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grad = call_op(
-            _ops.area_attention_backward.default,
-            (grad_out, grad_values, qkv, out, logsumexp, *ctx.geometry),
+            _ops.area_attention_backward.default, grad_out, grad_values, qkv, out, logsumexp, *ctx.geometry
         )
         return (grad, *nothing)
 
@@ -281,7 +237,7 @@ class _AreaAttention(torch.autograd.Function):
 class _Inference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y = call_op(_ops.conv_bn_act.default, arguments)
+        y = call_op(_ops.conv_bn_act.default, *arguments)
         x, weight, bias, bn_weight, bn_bias, mean, var, ctx.eps, residual, *ctx.geometry = arguments
         # Copies: training may move the running statistics before this call is differentiated.
         statistics = (None, None) if mean is None else (mean.clone(), var.clone())
@@ -303,8 +259,7 @@ class _Inference(torch.autograd.Function):
             grads = _differentiable_grads(inputs, wanted, grad_y, forward)
         else:
             out = call_op(
-                _ops.conv_bn_act_backward.default,
-                (grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted),
+                _ops.conv_bn_act_backward.default, grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
             )
             grads = _asked_for(out, wanted)
         return (
@@ -321,56 +276,65 @@ class _Training(torch.autograd.Function):
     """Of both training ops, the functional one and the one that moves the running statistics: ``op(*arguments)``."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *sources, residual, op, arguments, x_source = inputs
-        outputs = call_op(op, arguments)
-        _y, z, mean, var, *cast = outputs
-        ctx.eps, ctx.geometry = (
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        bn_weight: Tensor | None,
+        bn_bias: Tensor | None,
+        residual: Tensor | None,
+        op: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        x_source: _recompute.Source | None,
+        others: list[Tensor],
+    ) -> Tensor:
+        """`others` is filled with all results but the first."""
+        y, *rest = call_op(op, *arguments)
+        others += rest
+        z, mean, var, *cast = rest
+        cast_weight = cast[0] if cast and cast[0].numel() else None
+        kept = (weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
+        again = None
+        if x_source is None:
+            ctx.save_for_backward(x, *kept)
+        else:
+            ctx.save_for_backward(None, *kept, *x_source.tensors)
+            again = (x_source.eps, x_source.act)
+        ctx.call = (
             arguments[_DIFFERENTIABLE],
             arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
+            again,
         )
-        cast_weight = cast[0] if cast and cast[0].numel() else None
-        ctx.x_source = None
-        again: tuple[Tensor | None, ...] = ()
-        if x_source is not None:
-            sources[0] = None
-            again, ctx.x_source = x_source.tensors, (x_source.eps, x_source.act)
-        ctx.save_for_backward(*sources, z, mean, var, cast_weight, *again)
-        ctx.mark_non_differentiable(z, mean, var, *cast)
-        ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return outputs
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
-        if grad_y is None:
-            return (None,) * len(ctx.needs_input_grad)
-        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *again = ctx.saved_tensors
-        if ctx.x_source is not None:
-            x = _recompute.again(_bn_act, tuple(again), *ctx.x_source)
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
+        eps, geometry, again = ctx.call
+        if again is not None:
+            x = _recompute.again(_bn_act, tuple(source), *again)
         wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
         if torch.is_grad_enabled():  # create_graph=True
 
             def forward(x, weight, bias, bn_weight, bn_bias):
                 return reference.conv_bn_act_train(
-                    x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
+                    x, weight, bias, bn_weight, bn_bias, eps, None, *geometry[:-1]
                 )[0]
 
             grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
         else:
             out = call_op(
-                _ops.conv_bn_act_train_backward.default,
-                (
-                    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted,
-                    cast_weight,
-                ),
+                _ops.conv_bn_act_train_backward.default, grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
+                *geometry, wanted, cast_weight,
             )  # fmt: skip
             grads = _asked_for(out, wanted)
-        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None)
+        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
 
 
 def _bn_act(*arguments: Any) -> Tensor:
-    return call_op(_ops.bn_act.default, arguments)
+    return call_op(_ops.bn_act.default, *arguments)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
@@ -403,7 +367,7 @@ def _differentiable_grads(
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], *arguments: Any) -> Any:
-        return call_op(op, arguments)
+        return call_op(op, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -416,6 +380,6 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _once_differentiable(
     op: Callable[..., tuple[Tensor, ...]], arguments: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+    if _needs_grad(arguments):
         return _OnceDifferentiable.apply(op, *arguments)
-    return call_op(op, arguments)
+    return call_op(op, *arguments)

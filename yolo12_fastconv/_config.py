@@ -37,6 +37,11 @@ def value(name: str) -> object:
     return _ENVIRONMENT.get(key)
 
 
+def is_set() -> bool:
+    """Whether one of the switches is in the environment, on or off: one cheap question instead of two."""
+    return _DISABLE_KEY in _ENVIRONMENT or _STRICT_KEY in _ENVIRONMENT
+
+
 def disabled() -> bool:
     """Whether YOLO12_FASTCONV_DISABLE is on."""
     return _DISABLE_KEY in _ENVIRONMENT and _compat.env_flag(DISABLE)

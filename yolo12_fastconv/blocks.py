@@ -25,7 +25,13 @@ from ultralytics.nn.modules.conv import Conv, DWConv  # noqa: E402
 __all__ = ["FAST", "STOCK", "FallbackError", "FastConv", "FastDWConv", "kernel_reason", "structure_reason"]
 
 _FUSED_ACTIVATIONS = {nn.SiLU: "silu", nn.Identity: "identity"}
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_CASTABLE = DTYPES - {torch.float64}  # by autocast
+
+# Looked up once: they are asked at every call of every block.
+_is_tracing = torch._C._is_tracing
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth
 
 
 class FallbackError(RuntimeError):
@@ -119,40 +125,139 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in 
 def _run(
     block: FastConv, bn: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`."""
+    """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`.
+
+    The usual call is recognised here in one go, by conditions that together are enough for the fused op: asking for
+    reasons one by one took longer than the op. Every other call goes to `_run_checked`, which knows all cases. It is
+    also what a compiler traces, whose graphs need no shortcut.
+    """
+    if torch.compiler.is_compiling() or _is_tracing() or type(x) is not Tensor or _has_any_global_hook():
+        return _run_checked(block, bn, x, residual, out)
+    try:
+        children = block._modules
+        conv, act = children["conv"], children["act"]
+        weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+        given = dtype = x.dtype
+        casts = False
+        if _is_any_autocast_enabled():
+            dtype = ops.compute_dtype(x)
+            casts = given in _CASTABLE and torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+        device, kind = x.device, weight.dtype
+        usual = (
+            type(conv) is nn.Conv2d
+            and type(act) in _FUSED_ACTIVATIONS
+            and not is_hooked(conv)
+            and not is_hooked(act)
+            and conv.padding_mode == "zeros"
+            and type(conv.padding) is tuple
+            and (type(weight) is Parameter or type(weight) is Tensor)
+            and given in DTYPES
+            and (kind is given or (casts and kind in _CASTABLE))
+            and weight.device == device
+            and (bias is None or (bias.dtype is kind and bias.device == device))
+            and x.dim() == 4
+            and x.numel() != 0
+            and x.layout is torch.strided
+            and _is_served(x, dtype)
+            and _transform_depth() == 0
+            and forward_ad._current_level < 0
+            and not _config.is_set()
+            and "_fc_strict" not in block.__dict__
+        )
+        gamma = beta = mean = var = counter = None
+        training = False
+        if usual and bn is not None:
+            gamma, beta = bn._parameters["weight"], bn._parameters["bias"]
+            buffers = bn._buffers
+            mean, var, counter = (
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers["num_batches_tracked"],
+            )
+            training, kind = bn.training, mean.dtype
+            usual = (
+                type(bn) is nn.BatchNorm2d
+                and not is_hooked(bn)
+                and (kind is dtype or (kind is torch.float32 and dtype is not torch.float64))
+                and gamma.dtype is beta.dtype is var.dtype is kind
+                and gamma.device == beta.device == mean.device == var.device == device
+                # Of one picture there may be a single value per channel.
+                and not (
+                    training and (not bn.track_running_stats or counter.device != device or x.shape[0] == 1)
+                )
+            )
+    except (
+        KeyError,
+        AttributeError,
+    ):  # a child, parameter or buffer that is no entry of its table, or is None
+        usual = False
+    if not usual:
+        return _run_checked(block, bn, x, residual, out)
+    return _compute(
+        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, training, residual, out
+    )
+
+
+def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """`_run` for any call: by the fused op, or as stock where there is a reason to."""
     conv, act = child(block, "conv"), child(block, "act")
     if exporting():
         return _as_stock(conv, bn, act, x, residual)
-    reason = structure_reason(conv, bn, act)
+    gamma = beta = mean = var = counter = None
     batch_statistics = False
+    reason = structure_reason(conv, bn, act)
     if reason is None:
         weight, bias = parameter(conv, "weight"), parameter(conv, "bias")
-        reason = type_reason(x, weight)
+        reason = input_reason(x, weight, bias)
     if reason is None:
         dtype = ops.compute_dtype(x)
-        reason = input_reason(x, dtype, weight, bias)
         if bn is not None:
             gamma, beta = parameter(bn, "weight"), parameter(bn, "bias")
             mean, var = buffer(bn, "running_mean"), buffer(bn, "running_var")
             counter = buffer(bn, "num_batches_tracked")
             batch_statistics = bn.training or (mean is None and var is None)
-            reason = (
-                reason
-                or _bn_reason(x, dtype, (gamma, beta, mean, var), counter)
-                or (_single_value_reason(conv, weight, x) if batch_statistics and x.shape[0] == 1 else None)
-            )
+            reason = _bn_reason(x, dtype, (gamma, beta, mean, var), counter)
+            if reason is None and batch_statistics and x.shape[0] == 1:
+                reason = _single_value_reason(conv, weight, x)
     if "_fc_strict" in block.__dict__ or _config.strict():
         _require_kernel(block, x, reason)
     if reason is not None:
         return _as_stock(conv, bn, act, x, residual)
+    return _compute(
+        block,
+        x,
+        conv,
+        bn,
+        act,
+        dtype,
+        weight,
+        bias,
+        gamma,
+        beta,
+        mean,
+        var,
+        counter,
+        batch_statistics,
+        residual,
+        out,
+    )
+
+
+def _compute(
+    block: FastConv, x: Tensor, conv: Any, bn: Any, act: Any, dtype: torch.dtype, weight: Tensor, bias: Tensor | None,
+    gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None, counter: Tensor | None,
+    batch_statistics: bool, residual: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """By the fused op: everything has been checked but `residual` and `out`."""
     fused = _FUSED_ACTIVATIONS.get(type(act))
-    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups, fused or "identity")
     later = None
     if residual is not None and not (fused and _fits(residual, dtype, conv, weight, x)):
         later, residual = residual, None
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups, fused or "identity")
     if batch_statistics:
-        moves = bn.training and bn.track_running_stats and mean is not None
-        running = ops.RunningStats(mean, var, counter, bn.momentum) if moves else None
+        running = None
+        if bn.training and bn.track_running_stats and mean is not None and var is not None:
+            running = ops.RunningStats(mean, var, counter, bn.momentum)
         memory = block.__dict__.get("_fc_memory", "auto")
         y, _, _ = ops.conv_bn_act_train(
             x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory
@@ -179,8 +284,8 @@ def _fits(tensor: Tensor, dtype: torch.dtype, conv: Any, weight: Tensor, x: Tens
     return (
         type(tensor) is Tensor
         and tensor.dtype is dtype
-        and tensor.device == x.device
         and tensor.shape == (x.shape[0], weight.shape[0], *output_plane(conv, weight, x))
+        and tensor.device == x.device
     )
 
 
@@ -197,7 +302,9 @@ def output_plane(conv: Any, weight: Tensor, x: Tensor) -> tuple[int, int]:
 
 def exporting() -> bool:
     # Traced and exported graphs shall hold standard operators. An ONNX export is one or the other.
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    if torch.compiler.is_compiling():
+        return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return _is_tracing()
 
 
 def is_fused_forward(block: nn.Module, forward: Any) -> bool:
@@ -316,23 +423,9 @@ def has_hooks(module: nn.Module) -> bool:
 # Besides what the op cannot do, the reasons below are those for which stock raises an error: so that it stays stock's.
 
 
-def type_reason(x: Any, weight: Any) -> str | None:
-    """Why a convolution of these computes as stock, asked before anything else: tensors of other classes."""
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return f"the input is a {type(x).__name__}, not a plain tensor"
-    if type(weight) is not Parameter and type(weight) is not Tensor:
-        return f"the weight is a {type(weight).__name__}, not a plain tensor"
-    if not (x.is_cuda or x.is_cpu):
-        return f"the input is on {x.device}"
-    return None
-
-
-def input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why a convolution of `x` with these parameters computes as stock; None if the op can.
-
-    `dtype` is what the convolution computes in (`ops.compute_dtype`): another than that of `x` means autocast.
-    """
-    problem = map_reason(x, dtype)
+def input_reason(x: Any, weight: Any, bias: Tensor | None) -> str | None:
+    """Why a convolution of `x` with these parameters computes as stock; None if the op can."""
+    problem = map_reason(x) or _class_reason(weight, "weight")
     if problem is not None:
         return problem
     given, device = x.dtype, x.device
@@ -342,31 +435,27 @@ def input_reason(x: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | N
         if tensor.device != device:
             return f"the input is on {device}, conv on {tensor.device}"
         # Autocast reconciles all but float64.
-        if tensor.dtype is not given and (
-            not torch.is_autocast_enabled(device.type)
-            or torch.float64 in (given, tensor.dtype)
-            or tensor.dtype not in DTYPES
+        if tensor.dtype is not given and not (
+            torch.is_autocast_enabled(device.type) and given in _CASTABLE and tensor.dtype in _CASTABLE
         ):
             return f"the input is {given}, conv holds {tensor.dtype}"
     return None
 
 
-def map_reason(x: Any, dtype: torch.dtype | None = None) -> str | None:
-    """Why the ops cannot take `x`, which should be a map (N, C, H, W); None if they can. `dtype`: what they compute in,
-    if not in that of `x`."""
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return f"the input is a {type(x).__name__}, not a plain tensor"
+def map_reason(x: Any) -> str | None:
+    """Why the ops cannot take `x`, which should be a map (N, C, H, W); None if they can."""
+    problem = _class_reason(x, "input")
+    if problem is not None:
+        return problem
     # A compiler traces through transforms by itself, and could not trace these questions.
-    if not torch.compiler.is_compiling() and (
-        torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0
-    ):
+    if not torch.compiler.is_compiling() and (_transform_depth() > 0 or forward_ad._current_level >= 0):
         return "a function transform or forward-mode differentiation is active"
     device = x.device
     if x.is_cuda:
-        problem = _device_problem(device.index, dtype or ops.compute_dtype(x)) if ops.LIBRARY.loaded else None
+        problem = _device_problem(device.index, ops.compute_dtype(x)) if ops.LIBRARY.loaded else None
         if problem is not None:
             return problem
-    elif device.type != "cpu":
+    elif not x.is_cpu:
         return f"the input is on {device}"
     if x.dim() != 4 or x.layout is not torch.strided:
         return "the input is not a dense (N, C, H, W) tensor"
@@ -375,6 +464,12 @@ def map_reason(x: Any, dtype: torch.dtype | None = None) -> str | None:
     if x.dtype not in DTYPES:
         return f"the input is {x.dtype}"
     return None
+
+
+def _class_reason(tensor: Any, name: str) -> str | None:
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return None
+    return f"the {name} is a {type(tensor).__name__}, not a plain tensor"
 
 
 def _bn_reason(
@@ -426,6 +521,13 @@ def kernel_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 _device_problems: dict[tuple[int, torch.dtype], str | None] = {}
+
+
+def _is_served(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the device of `x` was found before to have no problem with `dtype`."""
+    if x.is_cuda:
+        return not ops.LIBRARY.loaded or _device_problems.get((x.get_device(), dtype), "") is None
+    return x.is_cpu
 
 
 def _device_problem(index: int, dtype: torch.dtype) -> str | None:

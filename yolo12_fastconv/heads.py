@@ -224,7 +224,7 @@ def _convolution(conv: Any, x: Tensor) -> Tensor:
     ):
         return conv(x)
     weight, bias = blocks.parameter(conv, "weight"), blocks.parameter(conv, "bias")
-    if blocks.type_reason(x, weight) or blocks.input_reason(x, ops.compute_dtype(x), weight, bias):
+    if blocks.input_reason(x, weight, bias) is not None:
         return conv(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return conv(x)

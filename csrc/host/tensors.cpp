@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "device/kernels.h"
 
@@ -80,13 +82,21 @@ cudaStream_t current_stream(const Tensor& tensor) {
 }
 
 int capability_of(const Tensor& tensor) {
+  // Asked several times by every op, and an immutable fact; 0: not known yet.
+  constexpr int kMostDevices = 64;
+  static std::array<std::atomic<int>, kMostDevices> known{};
   const int device = tensor.get_device_index();
+  if (device < kMostDevices) {
+    if (const int capability = known[device].load(std::memory_order_relaxed); capability != 0) return capability;
+  }
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     fail("cannot read the compute capability of CUDA device ", device);
   }
-  return major * 10 + minor;
+  const int capability = major * 10 + minor;
+  if (device < kMostDevices) known[device].store(capability, std::memory_order_relaxed);
+  return capability;
 }
 
 Strides strides_of(const Tensor& tensor) {
