@@ -134,9 +134,10 @@ def _run(
     if torch.compiler.is_compiling() or _is_tracing() or type(x) is not Tensor or _has_any_global_hook():
         return _run_checked(block, bn, x, residual, out)
     try:
-        children = block._modules
+        children: Any = block._modules
         conv, act = children["conv"], children["act"]
-        weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+        held: Any = conv._parameters
+        weight, bias = held["weight"], held["bias"]
         given = dtype = x.dtype
         casts = False
         if _is_any_autocast_enabled():
@@ -164,7 +165,8 @@ def _run(
             and not _config.is_set()
             and "_fc_strict" not in block.__dict__
         )
-        gamma = beta = mean = var = counter = None
+        gamma: Any = None
+        beta = mean = var = counter = gamma
         training = False
         if usual and bn is not None:
             gamma, beta = bn._parameters["weight"], bn._parameters["bias"]
@@ -186,11 +188,8 @@ def _run(
                     training and (not bn.track_running_stats or counter.device != device or x.shape[0] == 1)
                 )
             )
-    except (
-        KeyError,
-        AttributeError,
-    ):  # a child, parameter or buffer that is no entry of its table, or is None
-        usual = False
+    except (KeyError, AttributeError):
+        usual = False  # a child, parameter or buffer is no entry of its table, or is None
     if not usual:
         return _run_checked(block, bn, x, residual, out)
     return _compute(
@@ -245,7 +244,7 @@ def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, o
 
 def _compute(
     block: FastConv, x: Tensor, conv: Any, bn: Any, act: Any, dtype: torch.dtype, weight: Tensor, bias: Tensor | None,
-    gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None, counter: Tensor | None,
+    gamma: Tensor | None, beta: Tensor | None, mean: Any, var: Any, counter: Tensor | None,
     batch_statistics: bool, residual: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """By the fused op: everything has been checked but `residual` and `out`."""
