@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import nn
 
 from yolo12_fastconv import _autopatch, _compat, _config
+from yolo12_fastconv._graph_capture import unfilled_memory
 from yolo12_fastconv.blocks import FAST, STOCK
 from yolo12_fastconv.patching import PatchError, patch_model, patch_modules
 
@@ -164,27 +164,6 @@ def _make_fast_trainer(
     trainer = factory(*args, **kwargs)
     trainer.__class__ = fast_trainer(type(trainer), **options)
     return trainer
-
-
-@contextlib.contextmanager
-def unfilled_memory() -> Iterator[None]:
-    """Keeps torch from filling what it allocates while deterministic algorithms are on.
-
-    Ultralytics trains with ``deterministic=True`` by default, and torch then fills every uninitialised tensor with NaN:
-    11 of 91 ms of GPU time a step of YOLO12m. Newer Ultralytics switches that off by itself. Results are the same
-    without, and repeat bit by bit: neither torch's ops nor this package's read memory that nobody wrote. The filling
-    makes mistakes repeatable, not results.
-
-    The switch is one for the whole process; if it was on, it is put back on, also after an error.
-    """
-    if not torch._C._get_deterministic_fill_uninitialized_memory():
-        yield
-        return
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_fill_uninitialized_memory(True)
 
 
 def patch_for_training(model: nn.Module, options: dict[str, Any]) -> None:
