@@ -43,7 +43,6 @@ class FakeForward:
         with torch.no_grad():
             for mine, new in zip(self.outputs, self.live, strict=True):
                 mine.copy_(new)
-                new.detach().fill_(float("nan")) if False else None
 
 
 class FakeBackward:
@@ -81,7 +80,7 @@ class FakeBackend(test_graphs.FakeBackend):
             for buffer, kept in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(kept)
             graph = FakeForward(model, static)
-            graph.outputs = [output.detach() for output in tensors(outputs)]
+            graph.outputs = [output.data for output in tensors(outputs)]
             for output in graph.outputs:
                 output.fill_(float("nan"))
         return _graph_capture.Recording(static, outputs, graph, None)
@@ -221,7 +220,6 @@ def test_detection_with_its_loss(yolo12n):
             model(batch)[0].sum().backward()
         assert_equal(ours, stock)
     assert counts(ours) == {"eager calls": 2, "captures": 1, "replays": 3}
-    assert any(p.grad is None for p in ours.parameters() if p.requires_grad) is False
 
 
 def test_outputs_and_gradients_are_the_callers(tiny):
@@ -237,8 +235,7 @@ def test_outputs_and_gradients_are_the_callers(tiny):
     step(model, pictures(8))
     assert all(torch.equal(a, b) for a, b in zip(tensors(y), kept, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(held, grads, strict=True))
-    memory = {grad.untyped_storage().data_ptr() for grad in held}
-    assert len(memory) == len(held)
+    assert len({grad.untyped_storage().data_ptr() for grad in held}) == len(held)
 
 
 def test_hooks_of_parameters_are_called_once_per_backward(tiny):
@@ -337,7 +334,7 @@ def test_second_backwards(tiny):
         warm(net, 9)
     assert_equal(model, stock)
     assert counts(model)["eager backwards"] == 1 and counts(model)["captures"] == 2
-    assert "a second backward of one forward" in repr(counts(model)) or counts(model)["dropped"] == 1
+    assert counts(model)["dropped"] == 1
 
 
 def test_gradients_of_gradients(tiny):
@@ -629,6 +626,11 @@ class Odd(torch.autograd.Function):
         return grad * 2
 
 
+def odd_function(model):
+    block = model.model[0]
+    block.forward = lambda x: Odd.apply(type(block).forward(block, x))
+
+
 def inner_checkpoint(model):
     model.model[1].forward = lambda x: checkpoint(
         type(model.model[1]).forward, model.model[1], x, use_reentrant=False
@@ -664,7 +666,7 @@ def counter(model):
 
 REFUSED = {
     "autograd function": (
-        lambda model: setattr(model.model[0], "forward", lambda x: Odd.apply(type(model.model[0]).forward(model.model[0], x))),
+        odd_function,
         "the autograd function Odd",
     ),
     "checkpoint inside": (inner_checkpoint, "saved-tensor hooks"),
@@ -684,8 +686,6 @@ def test_models_that_are_refused_train_as_ever(tiny, what, log):
     stock = twin_of(model)
     change(model)
     change(stock)
-    if what == "SyncBatchNorm":
-        model(pictures(0).requires_grad_()) if False else None
     for number in range(5):
         for net in (model, stock):
             try:

@@ -36,7 +36,7 @@ class Recording:
 
     def replay(self, x: Tensor) -> None:
         """Run the graph for `x`, on the current stream."""
-        self.x.copy_(x)
+        self.x.data.copy_(x)  # a capture with gradients has saved `x`, which must not count as changed
         self.graph.replay()
 
 

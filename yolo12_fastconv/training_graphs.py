@@ -332,7 +332,8 @@ class TrainingGraphs:
         try:
             state = _State(model)
             _check(state, model, x)
-            aliases: dict[Tensor, Tensor] = {p: Parameter(p.detach()) for p in state.parameters()}
+            # `data`, other than `detach`, has a version of its own: the optimizer's steps are no change of the alias.
+            aliases: dict[Tensor, Tensor] = {p: Parameter(p.data) for p in state.parameters()}
             self.backend.begin(x)
             try:
                 with (
