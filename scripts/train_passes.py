@@ -24,6 +24,9 @@ FIELDS = (
     "error",
 )
 NO_TIME = "no time left"
+OURS = ("ours", "ours-graph")
+WARM = 4
+"""Steps before measuring; `cuda_graph=True` captures at the third."""
 GATED = 4
 """Pictures of the batch that the parity gate trains on, in float64 too."""
 NEGLIGIBLE = 1e-3
@@ -52,7 +55,7 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
             rows[name] |= gate(step)
             calls[name] = functools.partial(step, x)
         except Exception as error:  # one contender must not end the run; of ours it is a failure
-            rows[name] |= {"note": failure(error), "ok": False if name == "ours" else None}
+            rows[name] |= {"note": failure(error), "ok": False if name in OURS else None}
     for name, time_of in timing.wall(calls, options.replays).items():
         rows[name] |= time_of | {"images_s": round(1000 * batch / time_of["ms"], 1)}
         rows[name]["host_ms"] = timing.host_ms(calls[name])
@@ -66,7 +69,8 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
 
 def _names(session: Session, options: Options) -> tuple[str, ...]:
     peers = tuple(name for name in options.peers if name == "stock") if session.quick else options.peers
-    return ("stock", *(name for name in peers if name not in ("stock", "compile")), "ours") + (
+    ours = OURS[:1] if session.quick else OURS
+    return ("stock", *(name for name in peers if name not in ("stock", "compile")), *ours) + (
         ("compile",) if "compile" in peers else ()
     )
 
@@ -106,11 +110,11 @@ def _prepare(name: str, base: nn.Module, x: Tensor, dtype: str, row: dict[str, A
     net: Any = copy.deepcopy(base).train()
     if name != "stock" and x.is_cuda:
         net = net.to(memory_format=torch.channels_last)  # as the trainer does; pictures come NCHW
-    if name == "ours":
-        net = patched(net)[0]
+    if name in OURS:
+        net = patched(net, cuda_graph=name == "ours-graph")[0]
     step = Step(net, torch.compile(net, dynamic=False) if name == "compile" else net, x.device, dtype)
     start = time.perf_counter()
-    for _ in range(2):
+    for _ in range(WARM):
         step(x)
     timing.synchronize()
     if name == "compile":
