@@ -657,7 +657,7 @@ def test_yolo_objects(tmp_path):
     served = yolo.predictor.model.model
     assert graphs.enabled(served) and served is not yolo.model
     assert state(served).counts["replays"] >= 2
-    assert yolo._training_options() == {}
+    assert yolo._fastconv_options == {"cuda_graph": True}
     yolo.save(tmp_path / "saved.pt")
     again = YOLO(tmp_path / "saved.pt")
     assert type(again.model) is DetectionModel and not graphs.enabled(again.model)
@@ -666,7 +666,8 @@ def test_yolo_objects(tmp_path):
     assert graphs.enabled(restored.model)
     yolo.load(tmp_path / "saved.pt")
     assert graphs.enabled(yolo.model)
-    assert training.fast_trainer(training.DetectionTrainer, **yolo._training_options()).fastconv_options == {}
+    fast = training.fast_trainer(training.DetectionTrainer, **yolo._fastconv_options)
+    assert fast.fastconv_options == {"cuda_graph": True}
     unpatch_model(yolo)
     assert type(yolo.model) is DetectionModel
 

@@ -62,6 +62,7 @@ def flags() -> tuple[Any, ...]:
         _config.strict(),
         _config.value("YOLO12_FASTCONV_KERNEL"),
         _config.value("YOLO12_FASTCONV_TARGET"),
+        _config.value("YOLO12_FASTCONV_GRADIENTS"),
     )
 
 
