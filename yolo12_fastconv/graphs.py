@@ -4,18 +4,19 @@ At batch 1 a small YOLO12 keeps the GPU busy for a fraction of the time that the
 whose class has `GraphModel` mixed in counts its calls by signature and captures the `REPEATS`-th one of a kind.
 
 What is captured: plain calls, ``model(x)`` with one strided CUDA tensor, in evaluation mode and without gradients; in
-training mode with gradients, `training_graphs` has its own rules, and this text is about the former.
-Calls with ``augment``, ``embed``, ``profile`` or other arguments, tracing, export, compilation, calls under
-function or dispatch modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
+training mode with gradients, `training_graphs` has its own rules, and this text is about the former. Calls with
+``augment``, ``embed``, ``profile`` or other arguments, tracing, export, compilation, calls under function or dispatch
+modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
 
-Signature: shape, strides, dtype and device of the input, and everything global that steers kernels (`_graph_state.flags`).
+Signature: shape, strides, dtype and device of the input, and everything global that steers kernels
+(`_graph_state.flags`).
 
 Right results:
 
 - Kernels of a graph read the live weights: values changed in place need nothing.
 - Whatever else could change the result (a tensor, module, attribute, flag or hook replaced or added) is compared with
-  its state at capture (`_graph_state.Structure`) in every call, while the GPU runs the replay, so that the comparison costs no time
-  where the GPU needs longer than the host. A replay that turns out stale is thrown away and the call runs eagerly. The
+  its state at capture (`_graph_state.Structure`) in every call, while the GPU runs the replay, so that the comparison
+  costs no time where the GPU needs longer than the host. A replay that turns out stale is thrown away and the call runs eagerly. The
   graphs own the memory they read until then, so a stale replay reads old values and nothing else. Not seen: changes
   inside a list or dictionary that is an attribute, and classes and functions edited in place.
 - The input is copied into the graph's own tensor, and outputs are copied out of it: the caller owns what it gets. A
