@@ -16,9 +16,9 @@ Right results:
 - Kernels of a graph read the live weights: values changed in place need nothing.
 - Whatever else could change the result (a tensor, module, attribute, flag or hook replaced or added) is compared with
   its state at capture (`_graph_state.Structure`) in every call, while the GPU runs the replay, so that the comparison
-  costs no time where the GPU needs longer than the host. A replay that turns out stale is thrown away and the call runs eagerly. The
-  graphs own the memory they read until then, so a stale replay reads old values and nothing else. Not seen: changes
-  inside a list or dictionary that is an attribute, and classes and functions edited in place.
+  costs no time where the GPU needs longer than the host. A replay that turns out stale is thrown away and the call
+  runs eagerly. The graphs own the memory they read until then, so a stale replay reads old values and nothing else. Not
+  seen: changes inside a list or dictionary that is an attribute, and classes and functions edited in place.
 - The input is copied into the graph's own tensor, and outputs are copied out of it: the caller owns what it gets. A
   tensor that is returned in two places is one tensor again, and outputs that share memory share it again; one that is a
   slice of a larger tensor comes dense.

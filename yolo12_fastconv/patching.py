@@ -135,8 +135,8 @@ def patch_model(
         attention: False leaves the attention of `AAttn` blocks to stock, like ``exclude="AAttn"``.
         cuda_graph: True lets a task model replay CUDA graphs of calls whose inputs repeat in shape, dtype and layout:
             in evaluation mode without gradients (`yolo12_fastconv.graphs` has the conditions), and forward and
-            backward of its network in training (`yolo12_fastconv.training_graphs`). A later call without it switches graphs
-            off. Copies, such as those for prediction and validation, have graphs of their own.
+            backward of its network in training (`yolo12_fastconv.training_graphs`). A later call without it switches
+            graphs off. Copies, such as those for prediction and validation, have graphs of their own.
         inplace: False copies the model and its weights first and patches the copy.
         strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
             anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
