@@ -27,6 +27,7 @@ train: training under autocast; on a CPU only to see that it runs (no record), a
   mode=deterministic,free default: deterministic, as Ultralytics trains; of scope=iteration too
   peers=stock,channels_last,compile|none             default: stock,channels_last; compile takes minutes
       stock: NCHW; channels_last: as Ultralytics trains on CUDA by default
+      always there: ours, and on a GPU ours-graph (cuda_graph=True)
   replays=9               default                    workers=8         of the data loader; default as Ultralytics
   iterations=20           timed whole, after 10 that warm up; then 8 phase by phase, then 3 with the profiler
   cache=ram               keep decoded pictures in memory; default: False, as Ultralytics

@@ -25,6 +25,7 @@ PICTURES = 32
 WARM, PHASED, PROFILED = 10, 8, 3
 TIMES = "YOLO12_FASTCONV_BENCHMARK_TIMES"
 """Environment variable: the file into which rank 0 of `record_times` writes."""
+OURS = ("ours", "ours-graph")
 FIELDS = ("ms", "spread", "images_s", "gpu_busy", "phases", "peak_gib")
 
 
@@ -35,6 +36,7 @@ class Finished(Exception):
 def measure(session: Any, options: Any, identity: dict[str, Any]) -> dict[str, Any]:
     """One set of scope "iteration"."""
     names = ["channels_last", "ours"]  # what Ultralytics does on CUDA by itself, and patched
+    names += [] if session.quick else ["ours-graph"]
     names += [name for name in ("stock", "compile") if name in options.peers and name != "stock"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -55,10 +57,10 @@ def measure(session: Any, options: Any, identity: dict[str, Any]) -> dict[str, A
                 "compile": name == "compile",
             }
             try:
-                train(data, identity["model"], name == "ours", settings, watch)
+                train(data, identity["model"], name, settings, watch)
                 row |= watch.results(identity["batch"])
             except Exception as error:  # one contender must not end the run; of ours it is a failure
-                row |= {"note": one_line(error), "ok": False if name == "ours" else None}
+                row |= {"note": one_line(error), "ok": False if name in OURS else None}
             timing.release()
     complete = all(row["note"] != "no time left" for row in rows)
     extra = {"workers": options.workers, "cache": options.cache, "iterations": options.iterations}
@@ -79,15 +81,15 @@ def settings_of(identity: dict[str, Any], folder: str, device: str) -> dict[str,
     }  # fmt: skip
 
 
-def train(data: Path, model: str, patch: bool, settings: dict[str, Any], watch: Watch) -> None:
-    """`YOLO.train` until the watch has seen enough."""
+def train(data: Path, model: str, contender: str, settings: dict[str, Any], watch: Watch) -> None:
+    """`YOLO.train` until the watch has seen enough; patched for one of `OURS`."""
     from ultralytics import YOLO
 
     from yolo12_fastconv.patching import patch_model
 
     yolo: Any = YOLO(f"{model}.yaml")
-    if patch:
-        yolo = patch_model(yolo)
+    if contender in OURS:
+        yolo = patch_model(yolo, cuda_graph=contender == "ours-graph")
     yolo.add_callback("on_pretrain_routine_start", without_amp_check)
     watch.attach(yolo)
     with contextlib.suppress(Finished):

@@ -17,7 +17,12 @@ os.environ.setdefault("YOLO_VERBOSE", "false")
 if "YOLO_CONFIG_DIR" not in os.environ:
     os.environ["YOLO_CONFIG_DIR"] = tempfile.mkdtemp(prefix="ultralytics_")
     atexit.register(shutil.rmtree, os.environ["YOLO_CONFIG_DIR"], ignore_errors=True)
-for _name in ("YOLO12_FASTCONV", "YOLO12_FASTCONV_DISABLE", "YOLO12_FASTCONV_STRICT"):
+for _name in (
+    "YOLO12_FASTCONV",
+    "YOLO12_FASTCONV_DISABLE",
+    "YOLO12_FASTCONV_STRICT",
+    "YOLO12_FASTCONV_CUDA_GRAPH",
+):
     os.environ.pop(_name, None)
 
 import numpy as np  # noqa: E402

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import cases
@@ -460,14 +461,38 @@ def test_training_passes_run_on_a_cpu_and_find_a_wrong_gradient(benchmark, no_gp
     assert "| ours |" in text and text.count("right, ") == 2
     patched = passes.patched
 
-    def damaged(net):
-        net, seconds = patched(net)
+    def damaged(net, cuda_graph):
+        net, seconds = patched(net, cuda_graph)
         net.model[6].cv1.conv.weight.register_hook(lambda gradient: 1.05 * gradient)
         return net, seconds
 
     monkeypatch.setattr(passes, "patched", damaged)
     assert benchmark.main(arguments) == 1
     assert "gradient: wrong: gradient has" in capsys.readouterr().err
+
+
+def test_training_with_graphs_is_judged_by_a_replayed_step(benchmark, monkeypatch):
+    """The gate of `ours-graph` looks at the last of enough steps, of a copy, so that the timed graph stays."""
+    passes = importlib.import_module("train_passes")
+    assert passes._names(types.SimpleNamespace(quick=False), types.SimpleNamespace(peers=("stock", "compile"))) == (
+        "stock", "ours", "ours-graph", "compile",
+    )  # fmt: skip
+    from yolo12_fastconv import graphs
+
+    assert passes.WARM > graphs.REPEATS
+    seen = []
+
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(self)
+            return {"boxes": super().forward(x), "scores": super().forward(x) * len(seen)}
+
+    net = Net(2, 2)
+    step = passes.Step(net, net, torch.device("cpu"), "fp32")
+    gate = object.__new__(passes.Gate)
+    results = gate._results(step.twin(), torch.ones(1, 2), 3)
+    assert len(seen) == 3 and all(one is seen[0] and one is not net for one in seen)
+    assert torch.equal(results["scores"], 3 * results["boxes"]) and net.weight.grad is None
 
 
 def test_iterations_of_a_trainer_are_timed_by_phase(benchmark, no_gpu, capsys):

@@ -15,7 +15,7 @@ from support import tensors
 from torch import nn
 from ultralytics import YOLO
 
-from yolo12_fastconv import graphs, patch_model
+from yolo12_fastconv import graphs, patch_model, patch_report
 from yolo12_fastconv.patching import patch_modules
 
 pytestmark = pytest.mark.gpu
@@ -258,3 +258,118 @@ def test_val(cuda, tmp_path, monkeypatch):
     patch_model(model, cuda_graph=True)
     model.val(project=str(tmp_path), **options)
     assert sum(graph.counts["replays"] for graph in made) >= 4
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def batch_of(device, seed, count=4, size=96, objects=True):
+    generator = torch.Generator().manual_seed(seed)
+    boxes = 4 * count if objects else 0
+    return {
+        "img": torch.rand(count, 3, size, size, generator=generator).to(device),
+        "batch_idx": (torch.arange(boxes) // 4).float().to(device),
+        "cls": torch.randint(0, 80, (boxes, 1), generator=generator).float().to(device),
+        "bboxes": (0.4 * torch.rand(boxes, 4, generator=generator) + 0.2).to(device),
+    }
+
+
+@pytest.fixture
+def trained(cuda, yolo12n):
+    """A model with graphs and one without, as the trainer has them, in deterministic mode."""
+    from ultralytics.cfg import get_cfg
+
+    yolo12n.args = get_cfg()
+    yolo12n.requires_grad_(True)
+    ours = yolo12n.to(cuda, memory_format=torch.channels_last).train()
+    plain = copy.deepcopy(ours)
+    patch_modules(ours, cuda_graph=True)
+    patch_modules(plain)
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield ours, plain
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = before
+
+
+def loss_of(model, batch, dtype):
+    with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
+        return model(batch)[0].sum()
+
+
+def assert_identical(ours, plain):
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or (torch.equal(a.grad, b.grad) and a.grad.stride() == b.grad.stride()), name
+    for (name, a), b in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+def test_training_is_identical(cuda, trained, dtype):
+    """Losses, gradients, parameters and buffers, bit by bit, over steps with scaling, clipping and accumulation; a
+    batch without objects, and an overflow."""
+    optimizers = [torch.optim.SGD(net.parameters(), 0.01, momentum=0.9, nesterov=True) for net in trained]
+    scalers = [
+        torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=dtype is torch.float16) for _ in trained
+    ]
+    for number in range(10):
+        batch = batch_of(cuda, number, objects=number != 6)
+        if number == 7 and dtype is torch.float16:
+            [scaler.update(2.0**40) for scaler in scalers]
+        losses = []
+        for net, scaler in zip(trained, scalers, strict=True):
+            losses.append(loss_of(net, batch, dtype))
+            scaler.scale(losses[-1]).backward()
+        assert torch.equal(*losses)
+        if number != 7:
+            assert_identical(*trained)
+        if number % 2:
+            for net, scaler, optimizer in zip(trained, scalers, optimizers, strict=True):
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        if number == 5:
+            warm(copy.deepcopy(trained[0]).eval(), batch["img"], 4)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert state(trained[0]).training.counts == {"eager calls": 2, "captures": 1, "replays": 8}
+    assert "GiB" in str(patch_report(trained[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_what_a_graph_cannot_do_is_done_eagerly(cuda, trained):
+    """Forwards before backwards, a second backward, other sizes, and an OOM during the capture."""
+    for net in trained:
+        for number in range(4):
+            loss_of(net, batch_of(cuda, number), torch.float16).backward()
+        losses = [loss_of(net, batch_of(cuda, 10 + n, 4 - n // 2), torch.float16) for n in range(3)]
+        for loss in reversed(losses):
+            loss.backward(retain_graph=True)
+        losses[0].backward()
+        loss_of(net, batch_of(cuda, 20), torch.float16).backward()
+    assert_identical(*trained)
+    assert state(trained[0]).training.counts["eager backwards"] == 1, graphs.describe(trained[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_training_graphs_give_their_memory_back(cuda, trained):
+    model = trained[0]
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = []
+    for _ in range(3):
+        for number in range(4):
+            loss_of(model, batch_of(cuda, number, size=256), torch.float16).backward()
+        model.zero_grad()
+        graphs.free(model)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert max(reserved) <= reserved[0] + (8 << 20)
+    assert state(model).training.counts["captures"] == 3

@@ -25,7 +25,17 @@ from ultralytics import YOLO
 from ultralytics.nn.modules.conv import Conv
 from ultralytics.nn.tasks import ClassificationModel, DetectionModel
 
-from yolo12_fastconv import PatchError, graphs, patch_model, patch_report, training, unpatch_model
+from yolo12_fastconv import (
+    PatchError,
+    _graph_capture,
+    _graph_outputs,
+    _graph_state,
+    graphs,
+    patch_model,
+    patch_report,
+    training,
+    unpatch_model,
+)
 from yolo12_fastconv.patching import patch_modules
 
 
@@ -71,7 +81,7 @@ class FakeBackend:
             static = x.clone()
             function(static)
             graph = FakeGraph(function.__self__, static)
-        return graphs.Recording(static, graph.outputs, graph, None)
+        return _graph_capture.Recording(static, graph.outputs, graph, None)
 
 
 @pytest.fixture(autouse=True)
@@ -476,7 +486,7 @@ def test_shared_outputs_stay_shared():
     base = torch.arange(24.0).reshape(4, 6)
     other = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     nest = (base[:, 1:3], {"a": base[1:, 2:], "b": [other, other], "c": None}, 3)
-    copies = graphs._Outputs(nest, base.device, set())()
+    copies = _graph_outputs.Outputs(nest, base.device, set())()
     assert torch.equal(copies[0], nest[0]) and torch.equal(copies[1]["a"], nest[1]["a"]) and copies[2] == 3
     assert copies[0].stride() == nest[0].stride()
     copies[0].fill_(-1)
@@ -488,7 +498,7 @@ def test_shared_outputs_stay_shared():
 
 def test_slices_come_dense():
     wide = torch.rand(2, 8, 4, 5).contiguous(memory_format=torch.channels_last)
-    (copy_,) = graphs._Outputs((wide[:, 2:5],), wide.device, set())()
+    (copy_,) = _graph_outputs.Outputs((wide[:, 2:5],), wide.device, set())()
     assert torch.equal(copy_, wide[:, 2:5]) and copy_.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -647,7 +657,7 @@ def test_yolo_objects(tmp_path):
     served = yolo.predictor.model.model
     assert graphs.enabled(served) and served is not yolo.model
     assert state(served).counts["replays"] >= 2
-    assert yolo._training_options() == {}
+    assert yolo._fastconv_options == {"cuda_graph": True}
     yolo.save(tmp_path / "saved.pt")
     again = YOLO(tmp_path / "saved.pt")
     assert type(again.model) is DetectionModel and not graphs.enabled(again.model)
@@ -656,7 +666,8 @@ def test_yolo_objects(tmp_path):
     assert graphs.enabled(restored.model)
     yolo.load(tmp_path / "saved.pt")
     assert graphs.enabled(yolo.model)
-    assert training.fast_trainer(training.DetectionTrainer, **yolo._training_options()).fastconv_options == {}
+    fast = training.fast_trainer(training.DetectionTrainer, **yolo._fastconv_options)
+    assert fast.fastconv_options == {"cuda_graph": True}
     unpatch_model(yolo)
     assert type(yolo.model) is DetectionModel
 
@@ -668,7 +679,7 @@ def test_attributes_compared_cover_the_inner_ones(tiny):
     structure = state(model).structure
     assert structure.unchanged()
     for module in list(model.modules())[1:]:
-        for name in sorted(set(vars(module)) - graphs._BOOKKEEPING):
+        for name in sorted(set(vars(module)) - _graph_state.BOOKKEEPING):
             before = vars(module)[name]
             vars(module)[name] = object()
             assert not structure.unchanged(), (type(module), name)

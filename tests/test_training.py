@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ultralytics.nn.autobackend import AutoBackend
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils.dist import ddp_cleanup, generate_ddp_file
 
-from yolo12_fastconv import PatchError, _autopatch, patch_model, training, unpatch_model
+from yolo12_fastconv import PatchError, _autopatch, graphs, patch_model, training, unpatch_model
 from yolo12_fastconv.patching import patch_modules
 from yolo12_fastconv.training import count_blocks
 
@@ -662,6 +663,45 @@ def test_tune_asks_its_processes_to_patch(monkeypatch):
     assert seen == ["1"]
     assert messages == []
     assert _autopatch.ENABLE not in os.environ
+
+
+def test_cuda_graphs_reach_trainers_and_other_processes(monkeypatch):
+    seen = []
+    variables = (_autopatch.ENABLE, "YOLO12_FASTCONV_CUDA_GRAPH")
+    monkeypatch.setattr(
+        YOLO, "tune", lambda self, *args, **kw: seen.append([*map(os.environ.get, variables)])
+    )
+    monkeypatch.setattr(_autopatch, "installed", lambda: True)
+    yolo = patch_model(YOLO("yolo12n.yaml"), cuda_graph=True)
+    with logged() as messages:
+        yolo.tune(iterations=1)
+    assert seen == [["1", "1"]] and messages == [] and not any(name in os.environ for name in variables)
+    # The process-wide patch takes the variable; a patch by hand does not.
+    model = YOLO("yolo12n.yaml").model
+    monkeypatch.setenv("YOLO12_FASTCONV_CUDA_GRAPH", "1")
+    training.patch_for_training(model, {})
+    assert not graphs.enabled(model)
+    training.install()
+    try:
+        training.patch_for_training(model, {})
+        assert graphs.enabled(model)
+        block = model.model[0]  # no task model: patched without graphs
+        training.patch_for_training(block, {})
+        assert not graphs.enabled(block)
+    finally:
+        training.uninstall()
+
+
+def test_graphs_of_the_ema_are_freed_after_validation(monkeypatch):
+    freed = []
+    monkeypatch.setattr(graphs, "free", freed.append)
+    monkeypatch.setattr(DetectionTrainer, "validate", lambda self: ({"fitness": 1.0}, 1.0))
+    trainer = object.__new__(training.FastDetectionTrainer)
+    assert trainer.validate() == ({"fitness": 1.0}, 1.0) and not freed
+    ema = types.SimpleNamespace(ema=torch.nn.Identity())
+    trainer.ema = ema
+    trainer.validate()
+    assert freed == [ema.ema]
 
 
 def test_tune_says_when_its_processes_stay_stock(monkeypatch):

@@ -1,7 +1,8 @@
 """Environment switches of the patched blocks, read live at every call.
 
 ``YOLO12_FASTCONV_DISABLE=1`` turns the plugin off: nothing is patched, and blocks patched before compute as stock.
-``YOLO12_FASTCONV_STRICT=1`` turns every fallback into an error. On, off and spelling: `_compat.env_flag`.
+``YOLO12_FASTCONV_STRICT=1`` turns every fallback into an error. ``YOLO12_FASTCONV_CUDA_GRAPH=1`` is ``cuda_graph=True``
+for what the process-wide patch reaches (the command line). On, off and spelling: `_compat.env_flag`.
 
 A graph of ``torch.compile`` keeps what the switches said when it was compiled.
 """
@@ -15,6 +16,7 @@ from yolo12_fastconv import _compat
 
 DISABLE = "YOLO12_FASTCONV_DISABLE"
 STRICT = "YOLO12_FASTCONV_STRICT"
+CUDA_GRAPH = "YOLO12_FASTCONV_CUDA_GRAPH"
 
 
 def _key(name: str) -> object:
@@ -50,3 +52,8 @@ def disabled() -> bool:
 def strict() -> bool:
     """Whether YOLO12_FASTCONV_STRICT is on."""
     return _STRICT_KEY in _ENVIRONMENT and _compat.env_flag(STRICT)
+
+
+def cuda_graph() -> bool:
+    """Whether YOLO12_FASTCONV_CUDA_GRAPH is on."""
+    return _compat.env_flag(CUDA_GRAPH)

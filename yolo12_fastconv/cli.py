@@ -21,6 +21,7 @@ usage: yolo12-fastconv COMMAND [ARGUMENTS]
   --help        this text, or the help of a command: yolo12-fastconv parity --help
   --version     the version of this package
 
+YOLO12_FASTCONV_CUDA_GRAPH=1 lets `yolo` replay CUDA graphs, as patch_model(..., cuda_graph=True) does.
 YOLO12_FASTCONV=1 patches the literal `yolo` command, YOLO12_FASTCONV_DISABLE=1 turns the package off,
 YOLO12_FASTCONV_STRICT=1 makes an error of every layer that would not run on a CUDA kernel."""
 

@@ -134,9 +134,10 @@ def patch_model(
             that name without those inside it, "model.6*" both.
         exclude: blocks to leave stock, in the same forms; it wins over `include`.
         attention: False leaves the attention of `AAttn` blocks to stock, like ``exclude="AAttn"``.
-        cuda_graph: True lets a task model replay CUDA graphs of calls in evaluation mode without gradients whose inputs
-            repeat in shape, dtype and layout (`yolo12_fastconv.graphs` has the conditions); a later call without it
-            switches graphs off. Copies for prediction and validation have graphs of their own; training has none.
+        cuda_graph: True lets a task model replay CUDA graphs of calls whose inputs repeat in shape, dtype and layout:
+            in evaluation mode without gradients (`yolo12_fastconv.graphs` has the conditions), and forward and
+            backward of its network in training (`yolo12_fastconv.training_graphs`). A later call without it switches
+            graphs off. Copies, such as those for prediction and validation, have graphs of their own.
         memory: what training does about the inputs of blocks, which are kept for the weight gradients. "low" keeps none
             that is a patched block's output and computes it again in backward, bit for bit; "fast" keeps all; "auto"
             computes those again that are large. Gradients of gradients need "fast" (`yolo12_fastconv._recompute`).

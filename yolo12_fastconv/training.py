@@ -20,12 +20,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import nn
 
-from yolo12_fastconv import _autopatch, _compat, _config
+from yolo12_fastconv import _autopatch, _compat, _config, graphs
+from yolo12_fastconv._graph_capture import unfilled_memory
 from yolo12_fastconv.blocks import FAST, STOCK
-from yolo12_fastconv.patching import PatchError, patch_model, patch_modules
+from yolo12_fastconv.patching import PatchError, _unwrap, patch_model, patch_modules
 
 _compat.require_ultralytics()
 
@@ -86,6 +86,15 @@ class FastConvTrainerMixin:
             _check_ranks_can_import(type(self))
         with contextlib.nullcontext() if _config.disabled() else unfilled_memory():
             return super().train()  # type: ignore[misc]
+
+    def validate(self) -> Any:
+        """Validate as the trainer does, and free the CUDA graphs that the EMA has made for it."""
+        try:
+            return super().validate()  # type: ignore[misc]
+        finally:
+            network = getattr(getattr(self, "ema", None), "ema", None)
+            if isinstance(network, nn.Module):
+                graphs.free(network)
 
 
 class FastDetectionTrainer(FastConvTrainerMixin, DetectionTrainer):
@@ -167,31 +176,12 @@ def _make_fast_trainer(
     return trainer
 
 
-@contextlib.contextmanager
-def unfilled_memory() -> Iterator[None]:
-    """Keeps torch from filling what it allocates while deterministic algorithms are on.
-
-    Ultralytics trains with ``deterministic=True`` by default, and torch then fills every uninitialised tensor with NaN:
-    11 of 91 ms of GPU time a step of YOLO12m. Newer Ultralytics switches that off by itself. Results are the same
-    without, and repeat bit by bit: neither torch's ops nor this package's read memory that nobody wrote. The filling
-    makes mistakes repeatable, not results.
-
-    The switch is one for the whole process; if it was on, it is put back on, also after an error.
-    """
-    if not torch._C._get_deterministic_fill_uninitialized_memory():
-        yield
-        return
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_fill_uninitialized_memory(True)
-
-
 def patch_for_training(model: nn.Module, options: dict[str, Any]) -> None:
     """Patch a trainer's model, idempotently, and log the count. Without effect if the plugin is disabled."""
     if _config.disabled():
         return
+    if _in_force() and _config.cuda_graph() and graphs.why_not(_unwrap(model)) is None:
+        options = {**options, "cuda_graph": True}
     patch_modules(model, **options)
     fast, eligible = count_blocks(model)
     _compat.get_logger().info(
@@ -237,7 +227,7 @@ class FastModelMixin:
         # Named explicitly, the trainer also serves every data set of `data=[...]`, in this process.
         trainer = trainer or self._smart_load("trainer")  # type: ignore[attr-defined]
         try:
-            return super().train(trainer=fast_trainer(trainer, **self._training_options()), **kwargs)  # type: ignore[misc]
+            return super().train(trainer=fast_trainer(trainer, **self._fastconv_options), **kwargs)  # type: ignore[misc]
         finally:
             self._patch_again()
 
@@ -250,12 +240,8 @@ class FastModelMixin:
 
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Tune as `Model.tune` does; its training runs are new processes, which are asked to patch by environment."""
-        with _patched_children(self._training_options()):
+        with _patched_children(self._fastconv_options):
             return super().tune(*args, **kwargs)  # type: ignore[misc]
-
-    def _training_options(self) -> dict[str, Any]:
-        # A model in training has no use for graphs.
-        return {name: value for name, value in self._fastconv_options.items() if name != "cuda_graph"}
 
     def _patch_again(self) -> None:
         model = vars(self)["_modules"].get("model")
@@ -314,7 +300,10 @@ def release(yolo: Any) -> None:
 @contextlib.contextmanager
 def _patched_children(options: dict[str, Any]) -> Iterator[None]:
     logger = _compat.get_logger()
-    if options:
+    wanted = {_autopatch.ENABLE: "1"}
+    if options.get("cuda_graph"):
+        wanted[_config.CUDA_GRAPH] = "1"
+    if any(name != "cuda_graph" for name in options):
         logger.warning(
             "yolo12_fastconv: tune() runs stock training processes: they cannot be told what to leave out"
         )
@@ -325,15 +314,15 @@ def _patched_children(options: dict[str, Any]) -> Iterator[None]:
             f"yolo12_fastconv: tune() runs stock training processes: {_autopatch.PTH} is not in site-packages, "
             "install the package with pip"
         )
-    before = os.environ.get(_autopatch.ENABLE)
-    os.environ[_autopatch.ENABLE] = "1"
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(_autopatch.ENABLE, None)
-        else:
-            os.environ[_autopatch.ENABLE] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 # --------------------------------------------------------------------------------------------------- the whole process
@@ -380,8 +369,9 @@ def _auto_backend(original: Callable[..., Any]) -> Callable[..., Any]:
         model = getattr(self, "model", None)
         # A model with patched blocks was patched by hand, perhaps with layers left out.
         if _in_force() and isinstance(model, nn.Module) and count_blocks(model)[0] == 0:
+            wanted = _config.cuda_graph() and graphs.why_not(_unwrap(model)) is None
             try:
-                patch_model(model)
+                patch_model(model, cuda_graph=wanted)
             except PatchError as error:
                 _compat.get_logger().info(f"yolo12_fastconv: not patched: {error}")
 
