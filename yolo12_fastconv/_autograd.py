@@ -23,8 +23,9 @@ _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
 # Positions of the differentiable arguments, the same in both forward ops; the residual comes after them.
 _DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
 _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
-# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow.
+# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow, then where to write y.
 _TRAIN_ARGUMENTS = 14
+_OUT = 18
 
 
 def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -85,7 +86,23 @@ def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, 
     if _needs_grad(arguments, residual):
         # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
         return _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments)
-    return call_op(op, arguments)
+    return _call_training(op, arguments)
+
+
+def conv_bn_act_train_and_pass(*arguments: Any) -> tuple[Tensor, ...]:
+    """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
+    op, x = _ops.conv_bn_act_train_.default, arguments[0]
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return (*_train(op, arguments), x)
+    residual = arguments[_RESIDUAL["conv_bn_act_train"]]
+    return _TrainingAndPass.apply(*arguments[:_DIFFERENTIABLE], residual, op, arguments)
+
+
+def _call_training(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = call_op(op, arguments)
+    out = arguments[_OUT] if len(arguments) > _OUT else None
+    # Its memory, but no view of it: to autograd a new tensor, like any other result.
+    return outputs if out is None else (out.data, *outputs[1:])
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -183,6 +200,44 @@ class _Concat(torch.autograd.Function):
             grads.append(grad)
             begin += channels
         return (None, None, *grads)
+
+
+def join(buffer: Tensor, parts: list[Tensor]) -> Tensor:
+    """`buffer`, in which `parts` lie one behind the other along the channels, as their concatenation."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in parts):
+        return _Join.apply((buffer,), *parts)
+    return buffer
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: tuple[Tensor], *parts: Tensor) -> Tensor:
+        ctx.widths = [t.shape[1] for t in parts]
+        return buffer[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grads = grad.split(ctx.widths, 1)  # views, as from the backward of torch.cat
+        return (None, *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)))
+
+
+def halves(y: Tensor) -> tuple[Tensor, Tensor]:
+    """``y.chunk(2, 1)`` of an even number of channels; the gradients are put together by `concat_channels`."""
+    if torch.is_grad_enabled() and y.requires_grad:
+        return _Halves.apply(y)
+    first, second = y.chunk(2, 1)
+    return first, second
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = y.chunk(2, 1)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return concat_channels([first, second], [1, 1], first.dtype)
 
 
 class _UpsampleBackward(torch.autograd.Function):
@@ -311,7 +366,7 @@ class _Training(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         *sources, residual, op, arguments = inputs
-        outputs = call_op(op, arguments)
+        outputs = _call_training(op, arguments)
         _y, z, mean, var, *cast = outputs
         ctx.eps, ctx.geometry = (
             arguments[_DIFFERENTIABLE],
@@ -326,28 +381,46 @@ class _Training(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Any, ...]:
-        if grad_y is None:
-            return (None,) * len(ctx.needs_input_grad)
-        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
-        if torch.is_grad_enabled():  # create_graph=True
+        return _training_backward(ctx, grad_y, None)
 
-            def forward(x, weight, bias, bn_weight, bn_bias):
-                return reference.conv_bn_act_train(
-                    x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
-                )[0]
 
-            grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
-        else:
-            out = call_op(
-                _ops.conv_bn_act_train_backward.default,
-                (
-                    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted,
-                    cast_weight,
-                ),
-            )  # fmt: skip
-            grads = _asked_for(out, wanted)
-        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None)
+class _TrainingAndPass(_Training):
+    """`_Training` that also returns `x`, for whatever else reads it: its backward adds their gradient to its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return (*_Training.forward(ctx, *inputs), inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+        return _training_backward(ctx, grad_y, others[-1])
+
+
+def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
+    if grad_y is None:
+        return (passed, *(None,) * (len(ctx.needs_input_grad) - 1))
+    x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
+    if torch.is_grad_enabled():  # create_graph=True
+
+        def forward(x, weight, bias, bn_weight, bn_bias):
+            return reference.conv_bn_act_train(
+                x, weight, bias, bn_weight, bn_bias, ctx.eps, None, *ctx.geometry[:-1]
+            )[0]
+
+        grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
+        if passed is not None and grads[0] is not None:
+            grads[0] = grads[0] + passed
+    else:
+        out = call_op(
+            _ops.conv_bn_act_train_backward.default,
+            (
+                grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, ctx.eps, *ctx.geometry, wanted,
+                cast_weight, passed,
+            ),
+        )  # fmt: skip
+        grads = _asked_for(out, wanted)
+    return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:

@@ -94,13 +94,21 @@ class FastConv(StockPickle, Conv):
         Args:
             x: as for `forward`.
             residual: tensor to add, of any dtype; the sum is in the dtype that ``+`` gives it.
-            out: where to write the result if that can be done: a channel slice of a larger tensor, for example. Not
-                with autograd, and not while compiling.
+            out: where to write the result if that can be done: a channel slice of a larger tensor, for example. With
+                autograd by batch statistics alone, and not while compiling.
 
         Returns:
-            `out` if it was written, else another tensor.
+            `out` if it was written, with autograd another tensor over its memory; else a tensor with its own.
         """
         return _run(self, None if "forward" in self.__dict__ else child(self, "bn"), x, residual, out)
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
+        passed = [x]
+        bn = None if "forward" in self.__dict__ else child(self, "bn")
+        return _run(self, bn, x, residual, out, passed), passed[0]
 
 
 class FastDWConv(FastConv, DWConv):
@@ -117,9 +125,17 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in 
 
 
 def _run(
-    block: FastConv, bn: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    block: FastConv,
+    bn: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    passed: list[Tensor] | None = None,
 ) -> Tensor:
-    """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`."""
+    """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`.
+
+    `passed`, a list that holds `x`, gets in its place what others shall read instead, if there is a gradient to add.
+    """
     conv, act = child(block, "conv"), child(block, "act")
     if exporting():
         return _as_stock(conv, bn, act, x, residual)
@@ -153,7 +169,13 @@ def _run(
     if batch_statistics:
         moves = bn.training and bn.track_running_stats and mean is not None
         running = ops.RunningStats(mean, var, counter, bn.momentum) if moves else None
-        y, _, _ = ops.conv_bn_act_train(x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running)
+        if out is not None and not (fused and later is None and _fits(out, dtype, conv, weight, x)):
+            out = None
+        arguments = (x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, out)
+        if passed is None:
+            y, _, _ = ops.conv_bn_act_train(*arguments)
+        else:
+            y, passed[0] = ops.conv_bn_act_train_and_pass(*arguments)
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
         if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):

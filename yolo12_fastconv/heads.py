@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from yolo12_fastconv import blocks, ops
 from yolo12_fastconv.fused_block import FusedBlock, child, is_watched
 from yolo12_fastconv.fused_block import run as run_child
+from yolo12_fastconv.fused_block import run_and_pass
 
 from ultralytics.nn.modules.block import DFL  # isort: skip  (blocks has checked that)
 from ultralytics.nn.modules.head import OBB, Detect, Pose, Segment  # isort: skip
@@ -109,11 +110,12 @@ class FastDetect(FusedBlock, Detect):
         if not isinstance(box_head, _Decoding):
             if not self.training or box_head is None or cls_head is None or not self.fused_now():
                 return Detect.forward_head(self, x, box_head, cls_head)
-            return {
-                "boxes": _join([box_head[i](x[i]) for i in range(self.nl)]),
-                "scores": _join([cls_head[i](x[i]) for i in range(self.nl)]),
-                "feats": x,
-            }
+            boxes, scores = [], []
+            for i in range(self.nl):
+                box, level = run_and_pass(box_head[i], x[i])
+                boxes.append(box)
+                scores.append(run_child(cls_head[i], level))
+            return {"boxes": _join(boxes), "scores": _join(scores), "feats": x}
         boxes = [_head(box_head.head[i], x[i]) for i in range(self.nl)]
         scores = [_head(cls_head[i], x[i]) for i in range(self.nl)]
         if self.decodes and self._decodable(boxes, scores):
