@@ -86,7 +86,7 @@ def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, 
     if _needs_grad(arguments, residual):
         # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
         return _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments)
-    return _call_training(op, arguments)
+    return call_op(op, arguments)
 
 
 def conv_bn_act_train_and_pass(*arguments: Any) -> tuple[Tensor, ...]:
@@ -101,8 +101,12 @@ def conv_bn_act_train_and_pass(*arguments: Any) -> tuple[Tensor, ...]:
 def _call_training(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = call_op(op, arguments)
     out = arguments[_OUT] if len(arguments) > _OUT else None
-    # Its memory, but no view of it: to autograd a new tensor, like any other result.
-    return outputs if out is None else (out.data, *outputs[1:])
+    return outputs if out is None else (alias(out), *outputs[1:])
+
+
+def alias(out: Tensor) -> Tensor:
+    """The memory of `out`, but no view of it: to autograd a new tensor, like any other result."""
+    return out.data
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -322,7 +322,7 @@ def conv_bn_act_train(
             update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])
         return y, mean, var
     y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(*arguments, *(running or _UNTRACKED), out)
-    return y, mean, var
+    return y if out is None or y.requires_grad else _autograd.alias(out), mean, var
 
 
 def conv_bn_act_train_and_pass(
@@ -364,7 +364,8 @@ def conv_bn_act_train_and_pass(
     outputs = _autograd.conv_bn_act_train_and_pass(
         *arguments, ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype), *(running or _UNTRACKED), out
     )
-    return outputs[0], outputs[-1]
+    y = outputs[0]
+    return y if out is None or y.requires_grad else _autograd.alias(out), outputs[-1]
 
 
 _UNTRACKED = (None, None, None, None)  # in the place of RunningStats
