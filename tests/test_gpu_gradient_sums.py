@@ -81,7 +81,9 @@ def test_result_in_a_slice(cuda, case, precision, begin):
     x = wide[:, : wide.shape[1] // 2]
     expected = OPS.conv_bn_act_train_.default(x, *arguments, None, None, None, None)
     n, c, h, w = expected[0].shape
-    buffer = torch.full((n, c + 16, h, w), 7.0, dtype=dtype, device=cuda).to(memory_format=torch.channels_last)
+    buffer = torch.full((n, c + 16, h, w), 7.0, dtype=dtype, device=cuda).to(
+        memory_format=torch.channels_last
+    )
     out = buffer[:, begin : begin + c]
     made = OPS.conv_bn_act_train_.default(x, *arguments, None, None, None, None, out)
     assert torch.equal(out, expected[0]) and torch.equal(made[1], expected[1])

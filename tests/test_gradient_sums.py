@@ -103,7 +103,20 @@ def test_bad_arguments():
         with pytest.raises(RuntimeError, match="out must be"):
             OPS.conv_bn_act_train_.default(x, *rest, None, None, None, None, out)
     y, z, mean, var = OPS.conv_bn_act_train.default(x, *rest)
-    backward = (y, x, rest[0], None, z, mean, var, rest[2], rest[3], 1e-3, *rest[6:], [True] * 2 + [False] * 3)
+    backward = (
+        y,
+        x,
+        rest[0],
+        None,
+        z,
+        mean,
+        var,
+        rest[2],
+        rest[3],
+        1e-3,
+        *rest[6:],
+        [True] * 2 + [False] * 3,
+    )
     with pytest.raises(RuntimeError, match="add_to_grad_x must have the shape of x"):
         OPS.conv_bn_act_train_backward.default(*backward, None, x[:, :3])
 

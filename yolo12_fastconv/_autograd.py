@@ -222,7 +222,10 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads = grad.split(ctx.widths, 1)  # views, as from the backward of torch.cat
-        return (None, *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)))
+        return (
+            None,
+            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)),
+        )
 
 
 def halves(y: Tensor) -> tuple[Tensor, Tensor]:

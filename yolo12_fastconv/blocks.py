@@ -178,8 +178,9 @@ def _run(
             y, passed[0] = ops.conv_bn_act_train_and_pass(*arguments)
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
-        recorded = out is None or torch.is_grad_enabled()  # by running statistics, no gradient where `out` is written
-        if not recorded and fused and later is None and _fits(out, dtype, conv, weight, x):
+        if torch.is_grad_enabled():
+            out = None  # by running statistics, the op that writes there has no gradient
+        if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):
             ops.conv_bn_act_out(x, weight, out, bias, state, residual, *geometry)
             return out
         y = ops.conv_bn_act(x, weight, bias, state, residual, *geometry)

@@ -1,10 +1,10 @@
 """Fast classes of YOLO12's residual and concatenating blocks: `Bottleneck`, `C2f`, `C3k2`, `C3`, `C3k`, `A2C2f`.
 
-Residuals are added by the last convolution. The parts of a concat are written side by side into one buffer by the blocks
-that make them, and read there as channel slices: nothing is copied. To autograd the parts are tensors of their own, which
-happen to share memory, and so is the concat; nobody outside the block sees them. In training that also saves the memory
-of the parts, which are kept for the next block's weight gradient as the concat is. Where a gradient is recorded but
-statistics are not those of the batch, the parts are concatenated as stock does.
+Residuals are added by the last convolution. The parts of a concat are written side by side into one buffer by the
+blocks that make them, and read there as channel slices: nothing is copied. To autograd the parts are tensors of their
+own, which happen to share memory, and so is the concat; nobody outside the block sees them. In training that also saves
+the memory of the parts, which are kept for the next block's weight gradient as the concat is. Where a gradient is
+recorded but statistics are not those of the batch, the parts are concatenated as stock does.
 
 What a tensor is read by twice is read one after the other, so that the gradients are added on the way
 (`fused_block.run_and_pass`).
@@ -177,8 +177,8 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
 
     (N, channels that `consumer` reads, height and width of what `producer` makes of `x`), in the dtype in which both
     compute and the layout of the ops' results. None where parts have to be tensors of their own: with gradients outside
-    of training, for a compiler, which plans its buffers itself, and where one of the two blocks is no fast one or may run
-    as stock.
+    of training, for a compiler, which plans its buffers itself, and where one of the two blocks is no fast one or may
+    run as stock.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() != 4:
         return None

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from yolo12_fastconv import blocks, ops
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched
+from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run_and_pass
 from yolo12_fastconv.fused_block import run as run_child
-from yolo12_fastconv.fused_block import run_and_pass
 
 from ultralytics.nn.modules.block import DFL  # isort: skip  (blocks has checked that)
 from ultralytics.nn.modules.head import OBB, Detect, Pose, Segment  # isort: skip

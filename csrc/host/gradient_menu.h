@@ -24,7 +24,7 @@ struct GradientChoice {
 // What a call spares where our kernels serve it, and ATen would need a pass over a tensor for.
 struct GradientCall {
   bool adds_to_grad_x = false;  // our epilogue adds
-  bool slices_x = false;        // x lies in a wider tensor, which ours read in place
+  bool slices_x = false;  // x lies in a wider tensor, which ours read in place
 };
 
 // By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "aten" none that ATen
