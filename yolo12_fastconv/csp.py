@@ -63,7 +63,7 @@ class FastC2f(FusedBlock, C2f):
         buffer, places = _places(x, cv1, cv2, halves=2, more=len(layers))
         y = run(cv1, x, out=places[0])
         in_place = _is_at(places[0], y)
-        # Of an odd width, in three parts: stock's error.
+        # Of an odd width, chunks of two widths or one alone.
         parts = list(y.chunk(2, 1) if y.shape[1] % 2 else ops.halves(y))
         in_place = _chain(parts, layers, places[1:]) and in_place
         return run(cv2, _whole(buffer if in_place else None, parts), residual, out)
@@ -128,8 +128,9 @@ class FastA2C2f(FusedBlock, A2C2f):
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
         gamma = self.gamma
         buffer, places = _places(x, cv1, cv2, halves=1, more=len(layers))
-        first = run(cv1, x, out=places[0]) if gamma is None else None
-        if first is None:
+        if gamma is None:
+            first = run(cv1, x, out=places[0])
+        else:
             first, x = run_and_pass(cv1, x, out=places[0])
         in_place = _is_at(places[0], first)
         parts = [first]
@@ -159,10 +160,10 @@ def _is_at(place: Tensor | None, y: Tensor) -> bool:
     return y is place or (
         place is not None
         and torch.is_grad_enabled()
-        and y.data_ptr() == place.data_ptr()
-        and y.dtype is place.dtype
-        and y.shape == place.shape
         and y.stride() == place.stride()
+        and y.shape == place.shape
+        and y.dtype is place.dtype
+        and y.data_ptr() == place.data_ptr()
     )
 
 
@@ -185,7 +186,7 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
     for block in (producer, consumer):
         if not isinstance(block, FastConv) or is_watched(block):
             return None
-    if torch.is_grad_enabled() and not (producer.training and _has_bn(producer)):
+    if torch.is_grad_enabled() and not ("bn" in producer._modules and child(producer, "bn").training):
         return None
     first, last = child(producer, "conv"), child(consumer, "conv")
     weight = first.weight
@@ -198,10 +199,6 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
         device=x.device,
         memory_format=_aten.output_format(x, weight),
     )
-
-
-def _has_bn(block: Any) -> bool:
-    return "bn" in block._modules and block._modules["bn"].training
 
 
 def _places(
