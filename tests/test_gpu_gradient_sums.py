@@ -22,7 +22,7 @@ CASES = {
     "depthwise": (256, 256, 20, 3, 1, 256),
     "depthwise, small": (64, 64, 40, 7, 1, 64),
 }
-ERRORS = {"float16": 6e-4, "bfloat16": 5e-3, "float32": 1e-6}  # l2, of two roundings
+ERRORS = {"float16": 6e-4, "bfloat16": 5e-3, "float32": 5e-6}  # l2, of two roundings
 
 
 def train_arguments(case: str, dtype: torch.dtype, device: torch.device):

@@ -6,6 +6,7 @@
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "gradient_menu.h"
+#include "targets.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -120,6 +121,24 @@ void add_rows(const Tensor& grad, const Tensor& added, DType dtype, cudaStream_t
   batch_norm_act(args, dtype, stream);
 }
 
+// The bias gradient: sums of grad_z over the pixels, float for half and float, by the kernel that sums for batch norms.
+Tensor bias_gradient(const Tensor& grad_z, DType dtype, DType sum_dtype, cudaStream_t stream) {
+  const Tensor rows = dense_rows(grad_z, dtype, stream);
+  BatchNormBackwardArgs args = {};
+  args.grad_y = args.z = rows.const_data_ptr();
+  args.rows = rows.size(0) * rows.size(2) * rows.size(3);
+  args.channels = static_cast<int>(rows.size(1));
+  args.grad_y_stride = args.channels;
+  args.act = Act::kIdentity;
+  const Tensor sums = empty_vector(rows, args.channels, sum_dtype), unused = empty_vector(rows, args.channels, sum_dtype);
+  const Tensor workspace = empty_bytes(rows, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
+  args.grad_beta = sums.mutable_data_ptr();
+  args.grad_gamma = unused.mutable_data_ptr();
+  args.workspace = workspace.mutable_data_ptr();
+  batch_norm_backward(args, dtype, stream);
+  return sums;
+}
+
 // The weight gradient by our own kernels, in the dtype and strides of `weight`.
 Tensor weight_gradient(const Convolution& convolution, const GradientChoice& choice, const Tensor& grad_z,
                        const Tensor& x, const Tensor& weight) {
@@ -209,17 +228,21 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   ConvGrads grads;
   if (conv_wanted) {
     const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
-    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, {adds, sliced});
+    const std::string gs = environment("GS_MODE");
+    const GradientChoice own =
+        choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, {adds && gs.empty(), sliced});
     const bool own_x = wanted[kGradX] && own.dgrad.has_value();
     const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
     const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
+    Tensor grad_bias;
+    if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
     if (own_x) {
-      added = adds && x_dtype == dtype;
+      added = adds && x_dtype == dtype && gs != "2";
       grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight, added ? in.add_to_grad_x : std::nullopt);
     }
-    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, wanted[kGradBias]};
-    const bool calls_aten = others[0] || others[1] || others[2];
+    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
+    const bool calls_aten = others[0] || others[1];
     const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
     if (calls_aten) {
       const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
@@ -231,6 +254,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
       grads.weight =
           weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
     }
+    grads.bias = grad_bias;
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
   if (adds && !added) add_rows(grads.x, *in.add_to_grad_x, x_dtype, stream);
