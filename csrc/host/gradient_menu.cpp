@@ -48,7 +48,7 @@ bool is_wgrad_faster(const ConvShape& s) {
          (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
 
-std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish, bool adds) {
+std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   const std::optional<ConvShape> shape = dgrad_shape(query.shape);
   if (!shape.has_value() || wish == Wish::kAten) return std::nullopt;
   const Family family = choose_kernel({*shape, query.dtype, query.allow_tf32, query.capability}).family;
@@ -56,9 +56,7 @@ std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish, bool ad
   if (wish == Wish::kOwn) return shape;
   const bool tuned =
       family == Family::kImplicitGemm || family == Family::kImplicitGemmSm90 || family == Family::kDepthwiseMma;
-  // 1x1, where cuDNN is ahead: by 5 us a layer on average, less than a pass that adds (20 us and more).
-  const bool spares_pass = adds && query.shape.groups == 1;
-  return tuned && is_half(query.dtype) && (spares_pass || is_dgrad_faster(query.shape)) ? shape : std::nullopt;
+  return tuned && is_half(query.dtype) && is_dgrad_faster(query.shape) ? shape : std::nullopt;
 }
 
 }  // namespace
@@ -79,18 +77,18 @@ std::optional<ConvShape> dgrad_shape(const ConvShape& s) {
 }
 
 // Thousands of plans are weighed, which takes longer than a launch; so what was found is kept.
-GradientChoice choose_gradients(const MenuQuery& query, const GradientCall& call) {
+GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
   constexpr size_t kMostPlans = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
   static_assert(kShapeInts * sizeof(int) == sizeof(ConvShape), "ConvShape is made of ints");
   const Wish wished = wish();
   GradientChoice choice;
-  choice.dgrad = choose_dgrad(query, wished, call.adds_to_grad_x);
+  choice.dgrad = choose_dgrad(query, wished);
   if (has_wgrad(query.shape, query.dtype, query.allow_tf32)) {
     choice.wgrad = WgradFamily::kSimt;
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
-  if (wished == Wish::kFastest && !call.slices_x && !is_wgrad_faster(query.shape)) return choice;
+  if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;

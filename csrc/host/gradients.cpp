@@ -6,7 +6,6 @@
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "gradient_menu.h"
-#include "targets.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -130,7 +129,8 @@ Tensor bias_gradient(const Tensor& grad_z, DType dtype, DType sum_dtype, cudaStr
   args.channels = static_cast<int>(rows.size(1));
   args.grad_y_stride = args.channels;
   args.act = Act::kIdentity;
-  const Tensor sums = empty_vector(rows, args.channels, sum_dtype), unused = empty_vector(rows, args.channels, sum_dtype);
+  const Tensor sums = empty_vector(rows, args.channels, sum_dtype),
+               unused = empty_vector(rows, args.channels, sum_dtype);
   const Tensor workspace = empty_bytes(rows, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
   args.grad_beta = sums.mutable_data_ptr();
   args.grad_gamma = unused.mutable_data_ptr();
@@ -228,9 +228,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   ConvGrads grads;
   if (conv_wanted) {
     const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
-    const std::string gs = environment("GS_MODE");
-    const GradientChoice own =
-        choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, {adds && gs.empty(), sliced});
+    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
     const bool own_x = wanted[kGradX] && own.dgrad.has_value();
     const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
     const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
@@ -238,7 +236,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
     if (own_x) {
-      added = adds && x_dtype == dtype && gs != "2";
+      added = adds && x_dtype == dtype;
       grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight, added ? in.add_to_grad_x : std::nullopt);
     }
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};

@@ -272,18 +272,6 @@ class TileWriter {
         buffers_(shared + args.offset_output + threadIdx.x / 32 * 2 * kBufferBytes),
         first_channel_(first_channel) {}
 
-  // Asks for the residual's rows of a tile, so that they wait in L2 when its products are done.
-  __device__ __forceinline__ void prefetch_residual(const TilePosition& tile) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int channels = min(kChannels, args_.out_channels - first_channel_) / kChunk * kChunk;
-    if (!args_.residual_vectors || lane >= 16 || channels <= 0) return;
-    const int64_t pixel = pixel_of(tile, warp, lane);
-    if (pixel < 0) return;
-    const T* from = static_cast<const T*>(args_.residual) + pixel * args_.residual_stride + first_channel_;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-                 "r"(channels * int(sizeof(T))));
-  }
-
   // Scale, shift, activation, residual; then through shared memory to y.
   template <bool kSilu>
   __device__ __forceinline__ void write(const float (&sum)[kChannels / 2], const TilePosition& tile) {
@@ -398,48 +386,35 @@ class TileWriter {
     return pixel < args_.pixels ? pixel : -1;
   }
 
-  // As in stock, the activated value is rounded before the residual is added. Several loads are on their way at once:
-  // one after another, each with the latency of memory, they took longer than the products of a 1x1 convolution.
+  // As in stock, the activated value is rounded before the residual is added.
   __device__ __forceinline__ void add_residual(char* buffer, const TilePosition& tile, int warp, int lane,
                                                int channel) const {
-    constexpr int kRowChunks = kStoreChannels / kChunk, kItems = 16 * kRowChunks / 32;
-    constexpr int kAhead = kItems % 2 == 0 ? 2 : 1;
+    constexpr int kRowChunks = kStoreChannels / kChunk;
     __syncwarp();
 #pragma unroll 1
-    for (int begin = 0; begin < kItems; begin += kAhead) {
-      uint4 added[kAhead];
+    for (int index = lane; index < 16 * kRowChunks; index += 32) {
+      const int row = index / kRowChunks, chunk = index % kRowChunks;
+      const int64_t pixel = pixel_of(tile, warp, row);
+      const int first = channel + chunk * kChunk;
+      if (pixel < 0 || first >= args_.out_channels) continue;
+      const T* from = static_cast<const T*>(args_.residual) + pixel * args_.residual_stride + first;
+      T added[kChunk];
+      if (args_.residual_vectors && first + kChunk <= args_.out_channels) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(from);
+        memcpy(added, &bits, 16);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int index = (begin + i) * 32 + lane;
-        added[i] = residual_chunk(pixel_of(tile, warp, index / kRowChunks), channel + index % kRowChunks * kChunk);
+        for (int e = 0; e < kChunk; ++e) added[e] = first + e < args_.out_channels ? from[e] : convert<T>(0.0f);
       }
+      uint4* at = reinterpret_cast<uint4*>(buffer + offset(row, chunk));
+      uint4 bits = *at;
+      T value[kChunk];
+      memcpy(value, &bits, 16);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int index = (begin + i) * 32 + lane;
-        uint4* at = reinterpret_cast<uint4*>(buffer + offset(index / kRowChunks, index % kRowChunks));
-        uint4 bits = *at;
-        T value[kChunk], more[kChunk];
-        memcpy(value, &bits, 16);
-        memcpy(more, &added[i], 16);
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(more[e]));
-        memcpy(&bits, value, 16);
-        *at = bits;
-      }
+      for (int e = 0; e < kChunk; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(added[e]));
+      memcpy(&bits, value, 16);
+      *at = bits;
     }
-  }
-
-  // Zeros outside.
-  __device__ __forceinline__ uint4 residual_chunk(int64_t pixel, int first) const {
-    uint4 bits = {};
-    if (pixel < 0 || first >= args_.out_channels) return bits;
-    const T* from = static_cast<const T*>(args_.residual) + pixel * args_.residual_stride + first;
-    if (args_.residual_vectors && first + kChunk <= args_.out_channels) return *reinterpret_cast<const uint4*>(from);
-    T value[kChunk];
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) value[e] = first + e < args_.out_channels ? from[e] : convert<T>(0.0f);
-    memcpy(&bits, value, 16);
-    return bits;
   }
 
   // Rows of y that are not 16-byte aligned: as wide as they are aligned, kLanes channels at once.
@@ -642,16 +617,13 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   const int lag = index * args.lag_blocks;
   worker.skip(lag);
   for (int i = index; i < work.tiles; i += args.workers) {
-    const int tile = i * args.columns + work.column;
-    if (args.residual != nullptr) {
-      writer.prefetch_residual(args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile));
-    }
     float sum[kChannels / 2] = {};
     if (args.resident) {
       worker.template multiply_tile<false>(sum, 0, i == index);
     } else {
       worker.template multiply_tile<true>(sum, lag, true);
     }
+    const int tile = i * args.columns + work.column;
     const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
     if (args.act == Act::kSilu) {
       writer.template write<true>(sum, position);
