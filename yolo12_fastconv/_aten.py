@@ -267,6 +267,22 @@ def conv_bn_act_train_(
     return y, z, mean, var, cast_weight(weight, dtype)
 
 
+def bn_act(
+    z: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    act: int,
+) -> Tensor:
+    # By the statistics of z once more, not by `mean` and `var`: then it is the forward's y bit for bit.
+    gamma, beta = _cast(bn_weight, mean.dtype), _cast(bn_bias, mean.dtype)
+    with _without_autocast(z.device):
+        u = aten.native_batch_norm(z, gamma, beta, None, None, True, 0.0, eps)[0]
+        return _finish(u if u.stride() == z.stride() else torch.empty_like(z).copy_(u), act, None)
+
+
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as the backward op can take it again; empty where it has the dtype already."""
     return weight.new_empty(0) if weight.dtype is dtype else weight.to(dtype)

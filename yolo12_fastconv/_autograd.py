@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, reference
+from yolo12_fastconv import _aten_maps, _recompute, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -26,6 +26,7 @@ _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
 # Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow, then where to write y.
 _TRAIN_ARGUMENTS = 14
 _OUT = 18
+_ACT = 11  # of conv_bn_act_train
 
 
 def call_op(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -77,25 +78,41 @@ def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
     return _train(_ops.conv_bn_act_train.default, arguments)
 
 
-def conv_bn_act_train_(*arguments: Any) -> tuple[Tensor, ...]:
-    return _train(_ops.conv_bn_act_train_.default, arguments)
+def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
+    return _train(_ops.conv_bn_act_train_.default, arguments, memory)
 
 
-def _train(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    residual = _RESIDUAL["conv_bn_act_train"]
-    if _needs_grad(arguments, residual):
-        # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
-        return _Training.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments)
-    return call_op(op, arguments)
+def _train(
+    op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast", passes: bool = False
+) -> tuple[Tensor, ...]:
+    """The outputs of `op`; with `passes` also `x`, behind them."""
+    x, residual = arguments[0], _RESIDUAL["conv_bn_act_train"]
+    if not _needs_grad(arguments, residual):
+        return (*call_op(op, arguments), x) if passes else call_op(op, arguments)
+    source = None if memory == "fast" else _recompute.source_of(x, memory)
+    function = _TrainingAndPass if passes and x.requires_grad else _Training
+    # Arguments that get no gradient in one: `apply` looks at each, which takes longer than a launch.
+    outputs = function.apply(*arguments[:_DIFFERENTIABLE], arguments[residual], op, arguments, source)
+    # What lies in a concat is kept with it in any case.
+    if (
+        memory != "fast"
+        and arguments[residual] is None
+        and (len(arguments) <= _OUT or arguments[_OUT] is None)
+    ):
+        y, z, mean, var, *_ = outputs
+        _recompute.note(y, (z, mean, var, *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
+    return (*outputs, x) if passes and function is _Training else outputs
 
 
-def conv_bn_act_train_and_pass(*arguments: Any) -> tuple[Tensor, ...]:
+def bn_act(*arguments: Any) -> Tensor:
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+        return _OnceDifferentiable.apply(_ops.bn_act.default, *arguments)
+    return call_op(_ops.bn_act.default, arguments)
+
+
+def conv_bn_act_train_and_pass(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
     """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
-    op, x = _ops.conv_bn_act_train_.default, arguments[0]
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return (*_train(op, arguments), x)
-    residual = arguments[_RESIDUAL["conv_bn_act_train"]]
-    return _TrainingAndPass.apply(*arguments[:_DIFFERENTIABLE], residual, op, arguments)
+    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes=True)
 
 
 def _call_training(op: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -372,7 +389,7 @@ class _Training(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *sources, residual, op, arguments = inputs
+        *sources, residual, op, arguments, x_source = inputs
         outputs = _call_training(op, arguments)
         _y, z, mean, var, *cast = outputs
         ctx.eps, ctx.geometry = (
@@ -380,7 +397,12 @@ class _Training(torch.autograd.Function):
             arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
         )
         cast_weight = cast[0] if cast and cast[0].numel() else None
-        ctx.save_for_backward(*sources, z, mean, var, cast_weight)
+        ctx.x_source = None
+        again: tuple[Tensor | None, ...] = ()
+        if x_source is not None:
+            sources[0] = None
+            again, ctx.x_source = x_source.tensors, (x_source.eps, x_source.act)
+        ctx.save_for_backward(*sources, z, mean, var, cast_weight, *again)
         ctx.mark_non_differentiable(z, mean, var, *cast)
         ctx.set_materialize_grads(False)  # no zero-filled gradients for z, mean and var
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -406,7 +428,9 @@ class _TrainingAndPass(_Training):
 def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
     if grad_y is None:
         return (passed, *(None,) * (len(ctx.needs_input_grad) - 1))
-    x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight = ctx.saved_tensors
+    x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *again = ctx.saved_tensors
+    if ctx.x_source is not None:
+        x = _recompute.again(_bn_act, tuple(again), *ctx.x_source)
     wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     if torch.is_grad_enabled():  # create_graph=True
 
@@ -427,7 +451,11 @@ def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -
             ),
         )  # fmt: skip
         grads = _asked_for(out, wanted)
-    return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None)
+    return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None)
+
+
+def _bn_act(*arguments: Any) -> Tensor:
+    return call_op(_ops.bn_act.default, arguments)
 
 
 def _asked_for(grads: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:

@@ -171,7 +171,8 @@ def _run(
         running = ops.RunningStats(mean, var, counter, bn.momentum) if moves else None
         if out is not None and not (fused and later is None and _fits(out, dtype, conv, weight, x)):
             out = None
-        arguments = (x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, out)
+        memory = block.__dict__.get("_fc_memory", "auto")
+        arguments = (x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory, out)
         if passed is None:
             y, _, _ = ops.conv_bn_act_train(*arguments)
         else:

@@ -92,6 +92,8 @@ SCHEMAS = {
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING},"
         " Tensor(d!)? out=None) -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
     ),
+    # The y of conv_bn_act_train, from its other outputs.
+    "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
     "update_running_stats_": (
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
         " float? momentum, SymInt count) -> ()"
@@ -289,16 +291,19 @@ def conv_bn_act_train(
     groups: int = 1,
     act: str = "silu",
     running: RunningStats | None = None,
+    memory: str = "fast",
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolution, batch norm by the statistics of this batch, activation and residual.
 
     Args:
         running: buffers to move as `update_running_stats_` does, in the same call and on CUDA in the same kernel; None
-            leaves that to the caller. The others are those of `conv_bn_act`.
+            leaves that to the caller.
+        memory: "low" or "auto": if `x` is the output of this op, backward may compute it again from what its own call
+            keeps, instead of keeping it (`_recompute.py`); "fast" keeps it.
         out: (N, K, P, Q) in the dtype of the result, where to write `y`: a channel slice of a larger tensor, which is
             nobody else's until then and has no history; a kernel writes it as in `conv_bn_act_out`. Not while
-            compiling.
+            compiling. The others are those of `conv_bn_act`.
 
     Returns:
         y: (N, K, P, Q) in the dtype of `x`, or autocast's; with `out` a tensor of its own that has its memory.
@@ -321,7 +326,9 @@ def conv_bn_act_train(
         if running is not None:
             update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])
         return y, mean, var
-    y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(*arguments, *(running or _UNTRACKED), out)
+    y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(
+        *arguments, *(running or _UNTRACKED), out, memory=memory
+    )
     return y if out is None or y.requires_grad else _autograd.alias(out), mean, var
 
 
@@ -339,6 +346,7 @@ def conv_bn_act_train_and_pass(
     groups: int = 1,
     act: str = "silu",
     running: RunningStats | None = None,
+    memory: str = "fast",
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`conv_bn_act_train`, and `x` once more for whatever else reads it.
@@ -362,7 +370,13 @@ def conv_bn_act_train_and_pass(
         return conv_bn_act_train(*arguments, act, running)[0], x
     dtype = compute_dtype(x)
     outputs = _autograd.conv_bn_act_train_and_pass(
-        *arguments, ACTIVATIONS[act], dtype, allow_tf32(x.device, dtype), *(running or _UNTRACKED), out
+        *arguments,
+        ACTIVATIONS[act],
+        dtype,
+        allow_tf32(x.device, dtype),
+        *(running or _UNTRACKED),
+        out,
+        memory=memory,
     )
     y = outputs[0]
     return y if out is None or y.requires_grad else _autograd.alias(out), outputs[-1]
@@ -651,6 +665,12 @@ def _(
     return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::bn_act", lib=_lib)
+def _(z, mean, var, bn_weight, bn_bias, eps, act):
+    check_channels(z.shape[1], z, bn_weight=bn_weight, bn_bias=bn_bias)
+    return torch.empty_like(z)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::update_running_stats_", lib=_lib)
 def _(running_mean, running_var, num_batches_tracked, mean, var, momentum, count):
     return None
@@ -718,6 +738,7 @@ for _name in (
     "conv_bn_act_train_",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
+    "bn_act",
     "concat_channels",
     "concat_channels_out",
     "upsample_nearest_backward",

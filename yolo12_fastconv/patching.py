@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from yolo12_fastconv import _compat, _config, blocks, graphs, neck, ops, registry
+from yolo12_fastconv import _compat, _config, _recompute, blocks, graphs, neck, ops, registry
 from yolo12_fastconv.blocks import FAST, STOCK, Conv, is_fused_forward
 from yolo12_fastconv.registry import FUSED, UNFUSED
 
@@ -113,6 +113,7 @@ def patch_model(
     exclude: Selector = None,
     attention: bool = True,
     cuda_graph: bool = False,
+    memory: str = "auto",
     inplace: bool = True,
     strict: bool = False,
 ) -> AnyModule:
@@ -136,6 +137,9 @@ def patch_model(
         cuda_graph: True lets a task model replay CUDA graphs of calls in evaluation mode without gradients whose inputs
             repeat in shape, dtype and layout (`yolo12_fastconv.graphs` has the conditions); a later call without it
             switches graphs off. Copies for prediction and validation have graphs of their own; training has none.
+        memory: what training does about the inputs of blocks, which are kept for the weight gradients. "low" keeps none
+            that is a patched block's output and computes it again in backward, bit for bit; "fast" keeps all; "auto"
+            computes those again that are large. Gradients of gradients need "fast" (`yolo12_fastconv._recompute`).
         inplace: False copies the model and its weights first and patches the copy.
         strict: raise instead of falling back. Here: if a selected block could not run on a CUDA kernel, before
             anything is swapped. Later: at any call of a block patched so that does not run on one, on a CPU included.
@@ -147,7 +151,7 @@ def patch_model(
         PatchError: nothing in the model can be patched, its model is an exported file, this Ultralytics computes
             something else in `Conv`, `strict` is set and a block would fall back, or `cuda_graph` is set for what is
             not one of Ultralytics' task models.
-        TypeError: an argument of the wrong type.
+        TypeError, ValueError: an argument of the wrong type or value.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -155,6 +159,7 @@ def patch_model(
             + (f". Load it first: patch_model(YOLO({model!r}))" if isinstance(model, str) else "")
         )
     network = _network(model)
+    _check_memory(memory)
     include, exclude = _several(include), _several(exclude)
     options: dict[str, Any] = dict(include=include, exclude=exclude, attention=attention, strict=strict)
     logger = _compat.get_logger()
@@ -170,11 +175,12 @@ def patch_model(
         model = _copy(model)
         network = _network(model)
     _apply(network, plan)
+    _set_memory(network, memory)
     (graphs.enable if cuda_graph else graphs.disable)(network)
     if isinstance(model, Model):
         from yolo12_fastconv import training
 
-        training.adopt(model, **options, cuda_graph=cuda_graph)
+        training.adopt(model, **options, cuda_graph=cuda_graph, memory=memory)
         model.predictor = None  # a cached predictor owns a copy of the unpatched model
     suffix = ", CUDA graphs on" if cuda_graph else ""
     logger.info("yolo12_fastconv: %s (%s)%s", plan, _served_by(network), suffix)
@@ -221,10 +227,11 @@ def patch_modules(
     strict: bool = False,
     attention: bool = True,
     cuda_graph: bool = False,
+    memory: str | None = None,
 ) -> PatchSummary:
     """Swap the eligible blocks of `module`: `patch_model` without log line, copy and YOLO objects.
 
-    Args: as `patch_model`; without `cuda_graph` a model keeps the graphs that it has.
+    Args: as `patch_model`; without `cuda_graph` a model keeps the graphs that it has, and without `memory` its mode.
 
     Returns:
         What was swapped and what was kept; a module without any block is no error here. With
@@ -232,13 +239,18 @@ def patch_modules(
 
     Raises:
         PatchError: this Ultralytics computes something else in `Conv`, or `strict` is set and a block would fall back.
+        ValueError: `memory` is none of the modes.
     """
+    if memory is not None:
+        _check_memory(memory)
     network = _unwrap(module)
     plan = _plan(network, _several(include), _several(exclude), attention, strict)
     if cuda_graph and not _config.disabled():
         _check_graphs(network, cuda_graph)
         graphs.enable(network)
     _apply(network, plan)
+    if memory is not None:
+        _set_memory(network, memory)
     return plan
 
 
@@ -317,6 +329,19 @@ def _check_graphs(network: nn.Module, cuda_graph: bool) -> None:
     reason = graphs.why_not(network) if cuda_graph else None
     if reason is not None:
         raise PatchError(f"cuda_graph=True is not possible: {reason}. Patch without it")
+
+
+def _check_memory(memory: str) -> None:
+    if memory not in _recompute.MODES:
+        raise ValueError(f'memory must be "auto", "low" or "fast", got {memory!r}')
+
+
+def _set_memory(network: nn.Module, memory: str) -> None:
+    for block in network.modules():
+        if type(block) in STOCK:
+            vars(block).pop("_fc_memory", None)
+            if memory != "auto":
+                block._fc_memory = memory  # type: ignore[assignment]
 
 
 def _apply(network: nn.Module, plan: PatchSummary) -> None:

@@ -122,7 +122,8 @@ def fast_trainer(trainer: Callable[..., Any], **options: Any) -> Callable[..., A
 
     Args:
         trainer: a trainer class, or any callable that returns a trainer, as ``YOLO.train(trainer=...)`` takes it.
-        **options: keyword arguments for `patching.patch_modules`; None, False and ``attention=True`` are defaults.
+        **options: keyword arguments for `patching.patch_modules`; None, False, ``attention=True`` and
+            ``memory="auto"`` are defaults.
 
     Returns:
         For a class a subclass of it, or the class itself if it patches already; importable by name for the five tasks'
@@ -150,11 +151,11 @@ def fast_trainer(trainer: Callable[..., Any], **options: Any) -> Callable[..., A
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    usual = {"attention": True}  # of the others None or False
+    usual = {"attention": True, "memory": "auto"}  # of the others None or False
     return {
         name: value
         for name, value in options.items()
-        if value is not None and value is not usual.get(name, False)
+        if value is not None and value != usual.get(name, False)
     }
 
 

@@ -122,6 +122,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
   return {made.y, made.z, made.mean, made.var, casts ? made.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }
 
+// The y of conv_bn_act_train from its z and statistics, by the same kernel: bit for bit the same.
+Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+              int64_t act) {
+  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+  if (z.dim() != 4) fail("z must have 4 dimensions, got ", z.dim());
+  const DType type = dtype_of(z.scalar_type());
+  const cudaStream_t stream = current_stream(z);
+  const auto size = z.sizes();
+  const Tensor dense = dense_rows(z, type, stream);
+  std::vector<Tensor> keep_alive;
+  BatchNormActArgs args;
+  args.affine.gamma = channel_vector(bn_weight, "bn_weight", size[1], z, keep_alive);
+  args.affine.beta = channel_vector(bn_bias, "bn_bias", size[1], z, keep_alive);
+  args.affine.mean = channel_vector(mean, "mean", size[1], z, keep_alive);
+  args.affine.var = channel_vector(var, "var", size[1], z, keep_alive);
+  args.affine.eps = eps;
+  args.act = act_of(act);
+  args.z = dense.const_data_ptr();
+  args.rows = size[0] * size[2] * size[3];
+  args.channels = size[1];
+  args.residual = nullptr;
+  args.residual_stride = 0;
+  const Tensor y = empty_channels_last(z, size[0], size[1], size[2], size[3], type);
+  args.y = y.mutable_data_ptr();
+  batch_norm_act(args, type, stream);
+  return y;
+}
+
 Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
                                  std::vector<int64_t> stride, std::vector<int64_t> padding,

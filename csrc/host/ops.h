@@ -47,6 +47,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
     OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out);
 
+Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+              int64_t act);
+
 void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
                            Tensor var, std::optional<double> momentum, int64_t count);
 
