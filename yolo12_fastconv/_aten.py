@@ -15,6 +15,7 @@ from torch import Tensor
 from yolo12_fastconv import reference
 from yolo12_fastconv._shapes import (
     attention_sizes,
+    check_added,
     check_attention_gradients,
     check_channels,
     check_out,
@@ -248,7 +249,10 @@ def conv_bn_act_train_(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if out is not None:
+        check_out(out, output_size(x, weight, stride, padding, dilation, groups), x, dtype)
     y, z, mean, var = conv_bn_act_train(
         x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype,
         allow_tf32,
@@ -257,6 +261,9 @@ def conv_bn_act_train_(
         check_statistics(z.size(1), x, running_mean, running_var)
         count = z.numel() // z.size(1)
         update_running_stats_(running_mean, running_var, num_batches_tracked, mean, var, momentum, count)
+    if out is not None:
+        out.copy_(y)
+        y = y.new_empty(0)
     return y, z, mean, var, cast_weight(weight, dtype)
 
 
@@ -301,7 +308,9 @@ def conv_bn_act_train_backward(
     allow_tf32: bool,
     output_mask: list[bool],
     cast_weight: Tensor | None = None,
+    add_to_grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_added(add_to_grad_x, x)
     with _without_autocast(x.device):
         gamma, beta = _cast(bn_weight, mean.dtype), _cast(bn_bias, mean.dtype)
         grad_u = grad_y
@@ -315,6 +324,8 @@ def conv_bn_act_train_backward(
         grads = _conv_grads(
             grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, output_mask, cast_weight
         )
+        if add_to_grad_x is not None and output_mask[0]:
+            grads[0].add_(add_to_grad_x)
         return *grads, *_bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, output_mask, x)
 
 

@@ -23,8 +23,9 @@ _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
 # Positions of the differentiable arguments, the same in both forward ops; the residual comes after them.
 _DIFFERENTIABLE = 5  # x, weight, bias, bn_weight, bn_bias
 _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
-# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow.
+# Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow, then where to write y.
 _TRAIN_ARGUMENTS = 14
+_OUT = 18
 _ACT = 11  # of conv_bn_act_train
 
 
@@ -84,25 +85,48 @@ def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, .
     return _train(_ops.conv_bn_act_train_.default, arguments, memory)
 
 
-def _train(op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast") -> tuple[Tensor, ...]:
-    residual = arguments[_RESIDUAL["conv_bn_act_train"]]
+def _train(
+    op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast", passes: bool = False
+) -> tuple[Tensor, ...]:
+    """The outputs of `op`; with `passes` also `x`, behind them."""
+    x, residual = arguments[0], arguments[_RESIDUAL["conv_bn_act_train"]]
     sources = (*arguments[:_DIFFERENTIABLE], residual)
     if not _needs_grad(sources):
-        return call_op(op, *arguments)
-    x_source = None if memory == "fast" else _recompute.source_of(arguments[0], memory)
+        outputs = call_op(op, *arguments)
+        return (*outputs, x) if passes else outputs
+    x_source = None if memory == "fast" else _recompute.source_of(x, memory)
     # What gets no gradient goes in, and what needs none comes out, in one object each: `apply` looks at every argument
     # and result, which takes longer than a launch.
     others: list[Tensor] = []
-    y = _Training.apply(*sources, op, arguments, x_source, others)
-    if memory != "fast" and residual is None:
+    if passes and x.requires_grad:
+        y, x = _TrainingAndPass.apply(*sources, op, arguments, x_source, others)
+    else:
+        y = _Training.apply(*sources, op, arguments, x_source, others)
+    # What lies in a concat is kept with it in any case.
+    if memory != "fast" and residual is None and _out_of(arguments) is None:
         _recompute.note(y, (*others[:3], *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
-    return (y, *others)
+    return (y, *others, x) if passes else (y, *others)
 
 
 def bn_act(*arguments: Any) -> Tensor:
     if _needs_grad(arguments):
         return _OnceDifferentiable.apply(_ops.bn_act.default, *arguments)
     return call_op(_ops.bn_act.default, *arguments)
+
+
+def conv_bn_act_train_and_pass(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
+    """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
+    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes=True)
+
+
+def _out_of(arguments: tuple[Any, ...]) -> Tensor | None:
+    """Argument `out` of ``conv_bn_act_train_``; its functional twin has none."""
+    return arguments[_OUT] if len(arguments) > _OUT else None
+
+
+def alias(out: Tensor) -> Tensor:
+    """The memory of `out`, but no view of it: to autograd a new tensor, like any other result."""
+    return out.data
 
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -168,6 +192,47 @@ class _Concat(torch.autograd.Function):
             grads.append(grad)
             begin += channels
         return (None, None, *grads)
+
+
+def join(buffer: Tensor, parts: list[Tensor]) -> Tensor:
+    """`buffer`, in which `parts` lie one behind the other along the channels, as their concatenation."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in parts):
+        return _Join.apply((buffer,), *parts)
+    return buffer
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: tuple[Tensor], *parts: Tensor) -> Tensor:
+        ctx.widths = [t.shape[1] for t in parts]
+        return buffer[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grads = grad.split(ctx.widths, 1)  # views, as from the backward of torch.cat
+        return (
+            None,
+            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)),
+        )
+
+
+def halves(y: Tensor) -> tuple[Tensor, Tensor]:
+    """``y.chunk(2, 1)`` of an even number of channels; the gradients are put together by `concat_channels`."""
+    if torch.is_grad_enabled() and y.requires_grad:
+        return _Halves.apply(y)
+    first, second = y.chunk(2, 1)
+    return first, second
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = y.chunk(2, 1)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return concat_channels([first, second], [1, 1], first.dtype)
 
 
 class _UpsampleBackward(torch.autograd.Function):
@@ -288,9 +353,12 @@ class _Training(torch.autograd.Function):
         arguments: tuple[Any, ...],
         x_source: _recompute.Source | None,
         others: list[Tensor],
-    ) -> Tensor:
+    ) -> Any:
         """`others` is filled with all results but the first."""
         y, *rest = call_op(op, *arguments)
+        out = _out_of(arguments)
+        if out is not None:
+            y = alias(out)
         others += rest
         z, mean, var, *cast = rest
         cast_weight = cast[0] if cast and cast[0].numel() else None
@@ -311,26 +379,47 @@ class _Training(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
-        eps, geometry, again = ctx.call
-        if again is not None:
-            x = _recompute.again(_bn_act, tuple(source), *again)
-        wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
-        if torch.is_grad_enabled():  # create_graph=True
+        return _training_backward(ctx, grad_y, None)
 
-            def forward(x, weight, bias, bn_weight, bn_bias):
-                return reference.conv_bn_act_train(
-                    x, weight, bias, bn_weight, bn_bias, eps, None, *geometry[:-1]
-                )[0]
 
-            grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
-        else:
-            out = call_op(
-                _ops.conv_bn_act_train_backward.default, grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
-                *geometry, wanted, cast_weight,
-            )  # fmt: skip
-            grads = _asked_for(out, wanted)
-        return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
+class _TrainingAndPass(_Training):
+    """`_Training` that also returns `x`, for whatever else reads it: its backward adds their gradient to its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # no zero-filled gradient where only one of the results was used
+        return _Training.forward(ctx, *inputs), inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
+        return _training_backward(ctx, grad_y, passed)
+
+
+def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
+    if grad_y is None:
+        return (passed, *(None,) * (len(ctx.needs_input_grad) - 1))
+    x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
+    eps, geometry, again = ctx.call
+    if again is not None:
+        x = _recompute.again(_bn_act, tuple(source), *again)
+    wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
+    if torch.is_grad_enabled():  # create_graph=True
+
+        def forward(x, weight, bias, bn_weight, bn_bias):
+            return reference.conv_bn_act_train(
+                x, weight, bias, bn_weight, bn_bias, eps, None, *geometry[:-1]
+            )[0]
+
+        grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
+        if passed is not None and grads[0] is not None:
+            grads[0] = grads[0] + passed
+    else:
+        out = call_op(
+            _ops.conv_bn_act_train_backward.default, grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
+            *geometry, wanted, cast_weight, passed,
+        )  # fmt: skip
+        grads = _asked_for(out, wanted)
+    return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
 
 
 def _bn_act(*arguments: Any) -> Tensor:

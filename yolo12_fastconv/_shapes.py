@@ -90,6 +90,15 @@ def check_residual(residual: Tensor | None, size: list[int]) -> None:
         )
 
 
+def check_added(added: Tensor | None, x: Tensor) -> None:
+    """What is to be added to the gradient of `x` has its size: nothing is broadcast."""
+    if added is not None:
+        _require(
+            added.shape == x.shape,
+            lambda: f"add_to_grad_x must have the shape of x, {tuple(x.shape)}, got {tuple(added.shape)}",
+        )
+
+
 def check_concat(tensors: list[Tensor], scales: list[int]) -> list[int]:
     """Maps to be magnified and concatenated along their channels; returns the result's sizes (N, C, H, W)."""
     _require(len(tensors) > 0, lambda: "tensors must hold at least one tensor")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from yolo12_fastconv import ops
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, store
+from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, store
 
 from ultralytics.nn.modules.block import AAttn, ABlock  # isort: skip  (fused_block has checked that)
 
@@ -40,13 +40,21 @@ class FastAAttn(FusedBlock, AAttn):
         return None
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return self.run_and_pass(x, residual, out)[0]
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `FusedBlock`."""
         heads = self.num_heads
-        qkv = run(child(self, "qkv"), x)
+        qkv, passed = run_and_pass(child(self, "qkv"), x)
+        if residual is x:
+            residual = passed
         if qkv.shape[1] != 3 * heads * self.head_dim:  # pruned, for example: stock's error
             y = self._stock.forward(self, x)
-            return store(y if residual is None else residual + y, out)
+            return store(y if residual is None else residual + y, out), passed
         attended, values = ops.area_attention(qkv, heads, self.area, with_values=True)
-        return run(child(self, "proj"), run(child(self, "pe"), values, attended), residual, out)
+        return run(child(self, "proj"), run(child(self, "pe"), values, attended), residual, out), passed
 
 
 class FastABlock(FusedBlock, ABlock):
@@ -58,7 +66,13 @@ class FastABlock(FusedBlock, ABlock):
     samples: ClassVar[Any] = ((32, 1, 1.2, 1),)
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        x = run(child(self, "attn"), x, x)
+        return self.run_and_pass(x, residual, out)[0]
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `FusedBlock`."""
+        attended, passed = run_and_pass(child(self, "attn"), x, x)
         if residual is None:
-            return run(child(self, "mlp"), x, x, out)
-        return store(residual + run(child(self, "mlp"), x, x), out)
+            return run(child(self, "mlp"), attended, attended, out), passed
+        return store(residual + run(child(self, "mlp"), attended, attended), out), passed

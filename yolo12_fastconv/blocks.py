@@ -100,13 +100,21 @@ class FastConv(StockPickle, Conv):
         Args:
             x: as for `forward`.
             residual: tensor to add, of any dtype; the sum is in the dtype that ``+`` gives it.
-            out: where to write the result if that can be done: a channel slice of a larger tensor, for example. Not
-                with autograd, and not while compiling.
+            out: where to write the result if that can be done: a channel slice of a larger tensor, for example. With
+                autograd by batch statistics alone, and not while compiling.
 
         Returns:
-            `out` if it was written, else another tensor.
+            `out` if it was written, with autograd another tensor over its memory; else a tensor with its own.
         """
         return _run(self, None if "forward" in self.__dict__ else child(self, "bn"), x, residual, out)
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
+        passed = [x]
+        bn = None if "forward" in self.__dict__ else child(self, "bn")
+        return _run(self, bn, x, residual, out, passed), passed[0]
 
 
 class FastDWConv(FastConv, DWConv):
@@ -123,16 +131,22 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fast: stock for stock, fast in 
 
 
 def _run(
-    block: FastConv, bn: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    block: FastConv,
+    bn: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    passed: list[Tensor] | None = None,
 ) -> Tensor:
     """``act(bn(conv(x))) + residual`` with the children of `block`; `bn` is None if it was folded into `conv`.
 
     The usual call is recognised here in one go, by conditions that together are enough for the fused op: asking for
     reasons one by one took longer than the op. Every other call goes to `_run_checked`, which knows all cases. It is
     also what a compiler traces, whose graphs need no shortcut.
+    `passed`, a list that holds `x`, gets in its place what others shall read instead, if there is a gradient to add.
     """
     if torch.compiler.is_compiling() or _is_tracing() or type(x) is not Tensor or _has_any_global_hook():
-        return _run_checked(block, bn, x, residual, out)
+        return _run_checked(block, bn, x, residual, out, passed)
     try:
         children: Any = block._modules
         conv, act = children["conv"], children["act"]
@@ -191,13 +205,21 @@ def _run(
     except (KeyError, AttributeError):
         usual = False  # a child, parameter or buffer is no entry of its table, or is None
     if not usual:
-        return _run_checked(block, bn, x, residual, out)
+        return _run_checked(block, bn, x, residual, out, passed)
     return _compute(
-        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, training, residual, out
-    )
+        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, training, residual, out,
+        passed,
+    )  # fmt: skip
 
 
-def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+def _run_checked(
+    block: FastConv,
+    bn: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    passed: list[Tensor] | None,
+) -> Tensor:
     """`_run` for any call: by the fused op, or as stock where there is a reason to."""
     conv, act = child(block, "conv"), child(block, "act")
     if exporting():
@@ -223,29 +245,15 @@ def _run_checked(block: FastConv, bn: Any, x: Tensor, residual: Tensor | None, o
     if reason is not None:
         return _as_stock(conv, bn, act, x, residual)
     return _compute(
-        block,
-        x,
-        conv,
-        bn,
-        act,
-        dtype,
-        weight,
-        bias,
-        gamma,
-        beta,
-        mean,
-        var,
-        counter,
-        batch_statistics,
-        residual,
-        out,
-    )
+        block, x, conv, bn, act, dtype, weight, bias, gamma, beta, mean, var, counter, batch_statistics, residual, out,
+        passed,
+    )  # fmt: skip
 
 
 def _compute(
     block: FastConv, x: Tensor, conv: Any, bn: Any, act: Any, dtype: torch.dtype, weight: Tensor, bias: Tensor | None,
     gamma: Tensor | None, beta: Tensor | None, mean: Any, var: Any, counter: Tensor | None,
-    batch_statistics: bool, residual: Tensor | None, out: Tensor | None,
+    batch_statistics: bool, residual: Tensor | None, out: Tensor | None, passed: list[Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """By the fused op: everything has been checked but `residual` and `out`."""
     fused = _FUSED_ACTIVATIONS.get(type(act))
@@ -257,12 +265,18 @@ def _compute(
         running = None
         if bn.training and bn.track_running_stats and mean is not None and var is not None:
             running = ops.RunningStats(mean, var, counter, bn.momentum)
+        if out is not None and not (fused and later is None and _fits(out, dtype, conv, weight, x)):
+            out = None
         memory = block.__dict__.get("_fc_memory", "auto")
-        y, _, _ = ops.conv_bn_act_train(
-            x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory
-        )
+        arguments = (x, weight, bias, gamma, beta, bn.eps, residual, *geometry, running, memory, out)
+        if passed is None:
+            y, _, _ = ops.conv_bn_act_train(*arguments)
+        else:
+            y, passed[0] = ops.conv_bn_act_train_and_pass(*arguments)
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
+        if torch.is_grad_enabled():
+            out = None  # by running statistics, the op that writes there has no gradient
         if out is not None and fused and later is None and _fits(out, dtype, conv, weight, x):
             ops.conv_bn_act_out(x, weight, out, bias, state, residual, *geometry)
             return out

@@ -1,9 +1,13 @@
 """Fast classes of YOLO12's residual and concatenating blocks: `Bottleneck`, `C2f`, `C3k2`, `C3`, `C3k`, `A2C2f`.
 
-Residuals are added by the last convolution. Where no gradient is recorded, the parts of a concat are written side by
-side into one buffer by the blocks that make them, and read there as channel slices: nothing is copied. With gradients
-the parts stay tensors of their own and are concatenated, as stock does: autograd keeps both the parts and their concat
-in any case, and a buffer written part by part would have to be versioned part by part.
+Residuals are added by the last convolution. The parts of a concat are written side by side into one buffer by the
+blocks that make them, and read there as channel slices: nothing is copied. To autograd the parts are tensors of their
+own, which happen to share memory, and so is the concat; nobody outside the block sees them. In training that also saves
+the memory of the parts, which are kept for the next block's weight gradient as the concat is. Where a gradient is
+recorded but statistics are not those of the batch, the parts are concatenated as stock does.
+
+What a tensor is read by twice is read one after the other, so that the gradients are added on the way
+(`fused_block.run_and_pass`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from yolo12_fastconv import _aten, blocks, ops
 from yolo12_fastconv.blocks import FastConv
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, store
+from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, store
 
 from ultralytics.nn.modules.block import C3, A2C2f, Bottleneck, C2f, C3k, C3k2  # isort: skip  (blocks has checked that)
 
@@ -31,13 +35,19 @@ class FastBottleneck(FusedBlock, Bottleneck):
     samples: ClassVar[Any] = ((8, 8), (8, 8, False))
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return self.run_and_pass(x, residual, out)[0]
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `FusedBlock`."""
         cv1, cv2 = child(self, "cv1"), child(self, "cv2")
-        hidden = run(cv1, x)
+        hidden, x = run_and_pass(cv1, x)
         if not self.add:
-            return run(cv2, hidden, residual, out)
+            return run(cv2, hidden, residual, out), x
         if residual is None:
-            return run(cv2, hidden, x, out)
-        return store(residual + run(cv2, hidden, x), out)
+            return run(cv2, hidden, x, out), x
+        return store(residual + run(cv2, hidden, x), out), x
 
 
 class FastC2f(FusedBlock, C2f):
@@ -52,11 +62,10 @@ class FastC2f(FusedBlock, C2f):
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
         buffer, places = _places(x, cv1, cv2, halves=2, more=len(layers))
         y = run(cv1, x, out=places[0])
-        parts = list(y.chunk(2, 1))
-        in_place = buffer is not None and y is places[0]
-        for layer, place in zip(layers, places[1:], strict=True):
-            parts.append(run(layer, parts[-1], out=place))
-            in_place = in_place and parts[-1] is place
+        in_place = _is_at(places[0], y)
+        # Of an odd width, chunks of two widths or one alone.
+        parts = list(y.chunk(2, 1) if y.shape[1] % 2 else ops.halves(y))
+        in_place = _chain(parts, layers, places[1:]) and in_place
         return run(cv2, _whole(buffer if in_place else None, parts), residual, out)
 
 
@@ -77,6 +86,12 @@ class FastC3(FusedBlock, C3):
     samples: ClassVar[Any] = ((8, 16, 2),)
 
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return self.run_and_pass(x, residual, out)[0]
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `FusedBlock`."""
         cv1, cv2, cv3 = child(self, "cv1"), child(self, "cv2"), child(self, "cv3")
         buffer = concat_buffer(x, cv2, cv3)
         left = right = None
@@ -84,10 +99,11 @@ class FastC3(FusedBlock, C3):
             width = child(cv2, "conv").weight.shape[0]
             if width < buffer.shape[1]:
                 left, right = buffer.split((buffer.shape[1] - width, width), 1)
-        first = run(child(self, "m"), run(cv1, x), out=left)
-        second = run(cv2, x, out=right)
-        in_place = left is not None and first is left and second is right
-        return run(cv3, _whole(buffer if in_place else None, [first, second]), residual, out)
+        hidden, x = run_and_pass(cv1, x)
+        first = run(child(self, "m"), hidden, out=left)
+        second, x = run_and_pass(cv2, x, out=right)
+        in_place = _is_at(left, first) and _is_at(right, second)
+        return run(cv3, _whole(buffer if in_place else None, [first, second]), residual, out), x
 
 
 class FastC3k(FastC3, C3k):
@@ -112,11 +128,13 @@ class FastA2C2f(FusedBlock, A2C2f):
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
         gamma = self.gamma
         buffer, places = _places(x, cv1, cv2, halves=1, more=len(layers))
-        parts: list[Tensor] = [run(cv1, x, out=places[0])]
-        in_place = buffer is not None and parts[0] is places[0]
-        for layer, place in zip(layers, places[1:], strict=True):
-            parts.append(run(layer, parts[-1], out=place))
-            in_place = in_place and parts[-1] is place
+        if gamma is None:
+            first = run(cv1, x, out=places[0])
+        else:
+            first, x = run_and_pass(cv1, x, out=places[0])
+        in_place = _is_at(places[0], first)
+        parts = [first]
+        in_place = _chain(parts, layers, places[1:]) and in_place
         whole = _whole(buffer if in_place else None, parts)
         if gamma is None:
             return run(cv2, whole, residual, out)
@@ -126,22 +144,50 @@ class FastA2C2f(FusedBlock, A2C2f):
         return store(y if residual is None else residual + y, out)
 
 
+def _chain(parts: list[Tensor], layers: Any, places: list[Tensor | None]) -> bool:
+    """Append to `parts` what each layer makes of the last; returns whether each was written to its place. A part that a
+    layer has read is replaced by what the concat shall read instead."""
+    in_place = True
+    for layer, place in zip(layers, places, strict=True):
+        y, parts[-1] = run_and_pass(layer, parts[-1], out=place)
+        in_place = in_place and _is_at(place, y)
+        parts.append(y)
+    return in_place
+
+
+def _is_at(place: Tensor | None, y: Tensor) -> bool:
+    """Whether `y` was written to `place`; with autograd it is another tensor there."""
+    return y is place or (
+        place is not None
+        and torch.is_grad_enabled()
+        and y.stride() == place.stride()
+        and y.shape == place.shape
+        and y.dtype is place.dtype
+        and y.data_ptr() == place.data_ptr()
+    )
+
+
 def _whole(buffer: Tensor | None, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 1) if buffer is None else buffer
+    if buffer is None:
+        return torch.cat(parts, 1)
+    return ops.join_channels(buffer, parts) if torch.is_grad_enabled() else buffer
 
 
 def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
     """Uninitialised input for `consumer`, into which `producer`, a block that reads `x`, and others write their parts.
 
     (N, channels that `consumer` reads, height and width of what `producer` makes of `x`), in the dtype in which both
-    compute and the layout of the ops' results. None where parts have to be tensors of their own: with gradients, for a
-    compiler, which plans its buffers itself, and where one of the two blocks is no fast one or may run as stock.
+    compute and the layout of the ops' results. None where parts have to be tensors of their own: with gradients outside
+    of training, for a compiler, which plans its buffers itself, and where one of the two blocks is no fast one or may
+    run as stock.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() != 4:
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() != 4:
         return None
     for block in (producer, consumer):
         if not isinstance(block, FastConv) or is_watched(block):
             return None
+    if torch.is_grad_enabled() and not ("bn" in producer._modules and child(producer, "bn").training):
+        return None
     first, last = child(producer, "conv"), child(consumer, "conv")
     weight = first.weight
     height, width = blocks.output_plane(first, weight, x)

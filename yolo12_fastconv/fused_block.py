@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from yolo12_fastconv import _config, blocks
 from yolo12_fastconv.blocks import FallbackError, FastConv, StockPickle
 
-__all__ = ["FusedBlock", "child", "is_watched", "run", "store"]
+__all__ = ["FusedBlock", "child", "is_watched", "run", "run_and_pass", "store"]
 
 child = blocks.child
 
@@ -49,6 +49,12 @@ class FusedBlock(StockPickle):
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """``self(x) + residual``, in `out` if it can be written; see `FastConv.run`. Never called while exporting."""
         raise NotImplementedError
+
+    def run_and_pass(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
+        return self.run(x, residual, out), x
 
     def forward(self, x: Tensor) -> Tensor:
         """As the stock class."""
@@ -86,6 +92,8 @@ def run(module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | No
         if not is_watched(module) and module.fused_now():
             return module.run(x, residual, out)
     elif kind is nn.Sequential and not is_watched(module):
+        if residual is x and len(module._modules) > 1:
+            return run_and_pass(module, x, residual, out)[0]
         *first, last = module._modules.values() or (_identity,)
         for layer in first:
             x = run(layer, x)
@@ -96,9 +104,34 @@ def run(module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | No
     return store(y, out)
 
 
+def run_and_pass(
+    module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`run`, and `x` again for whatever else reads it.
+
+    In training the gradient of the second is added to the first's where `module` computes it, if the first thing it
+    does is a fast convolution: autograd needs no pass of its own for the sum. `residual` may be `x` itself.
+    """
+    kind = type(module)
+    if issubclass(kind, FastConv):
+        if not is_watched(module):
+            return module.run_and_pass(x, residual, out)
+    elif issubclass(kind, FusedBlock):
+        if not is_watched(module) and module.fused_now():
+            return module.run_and_pass(x, residual, out)
+    elif kind is nn.Sequential and len(module._modules) > 1 and not is_watched(module):
+        first, *between, last = module._modules.values()
+        y, passed = run_and_pass(first, x)
+        for layer in between:
+            y = run(layer, y)
+        return run(last, y, passed if residual is x else residual, out), passed
+    return run(module, x, residual, out), x
+
+
 def store(y: Tensor, out: Tensor | None) -> Tensor:
-    """`out` after copying `y` there, or `y` if there is no `out` or it is of another size, dtype or device."""
-    if out is None or type(y) is not Tensor:
+    """`out` after copying `y` there, or `y` if there is no `out`, it is of another size, dtype or device, or a gradient
+    is recorded."""
+    if out is None or type(y) is not Tensor or torch.is_grad_enabled():
         return y
     if y.shape != out.shape or y.dtype is not out.dtype or y.device != out.device:
         return y

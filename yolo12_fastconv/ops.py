@@ -42,6 +42,7 @@ __all__ = [
     "conv_bn_act",
     "conv_bn_act_out",
     "conv_bn_act_train",
+    "conv_bn_act_train_and_pass",
     "detect_decode",
     "update_running_stats_",
 ]
@@ -84,13 +85,14 @@ SCHEMAS = {
     ),
     "conv_bn_act_train_backward": (
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
-        f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None) -> {_GRADS}"
+        f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None, Tensor? add_to_grad_x=None) -> {_GRADS}"
     ),
     # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
-    # empty if the weight has that dtype. Without running_mean and running_var nothing is moved.
+    # empty if the weight has that dtype. Without running_mean and running_var nothing is moved. With `out`, y is
+    # written there and the one returned is empty.
     "conv_bn_act_train_": (
-        f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING})"
-        " -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
+        f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING},"
+        " Tensor(d!)? out=None) -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
     ),
     # The y of conv_bn_act_train, from its other outputs.
     "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
@@ -305,6 +307,7 @@ def conv_bn_act_train(
     act: str = "silu",
     running: RunningStats | None = None,
     memory: str = "fast",
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolution, batch norm by the statistics of this batch, activation and residual.
 
@@ -312,15 +315,19 @@ def conv_bn_act_train(
         running: buffers to move as `update_running_stats_` does, in the same call and on CUDA in the same kernel; None
             leaves that to the caller.
         memory: "low" or "auto": if `x` is the output of this op, backward may compute it again from what its own call
-            keeps, instead of keeping it (`_recompute.py`); "fast" keeps it. The others are those of `conv_bn_act`.
+            keeps, instead of keeping it (`_recompute.py`); "fast" keeps it.
+        out: (N, K, P, Q) in the dtype of the result, where to write `y`: a channel slice of a larger tensor, which is
+            nobody else's until then and has no history; a kernel writes it as in `conv_bn_act_out`. Not while
+            compiling. The others are those of `conv_bn_act`.
 
     Returns:
-        y: (N, K, P, Q) in the dtype of `x`, or autocast's.
+        y: (N, K, P, Q) in the dtype of `x`, or autocast's; with `out` a tensor of its own that has its memory.
         mean, var: (K,) mean and biased variance of the convolution's output over (N, P, Q); float32, or float64 for
             float64. Not differentiable.
 
     Raises:
-        RuntimeError: as `conv_bn_act`, and where a channel has a single value, of which there is no variance.
+        RuntimeError: as `conv_bn_act`, where a channel has a single value, of which there is no variance, and for `out`
+            of another size, dtype or device.
     """
     dtype = compute_dtype(x)
     tf32 = dtype is torch.float32 and allow_tf32(x.device, dtype)
@@ -335,9 +342,59 @@ def conv_bn_act_train(
             update_running_stats_(*running[:3], mean, var, running.momentum, y.numel() // y.shape[1])
         return y, mean, var
     y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(
-        *arguments, *(running or _UNTRACKED), memory=memory
+        *arguments, *(running or _UNTRACKED), out, memory=memory
     )
-    return y, mean, var
+    return y if out is None or y.requires_grad else _autograd.alias(out), mean, var
+
+
+def conv_bn_act_train_and_pass(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    act: str = "silu",
+    running: RunningStats | None = None,
+    memory: str = "fast",
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`conv_bn_act_train`, and `x` once more for whatever else reads it.
+
+    Autograd adds the gradients of a tensor that is read twice, in a pass over three tensors of its size. Whoever reads
+    the second result instead of `x` has its gradient added by the kernel that computes the convolution's gradient of
+    `x`, with the same two roundings.
+
+    Args:
+        As `conv_bn_act_train`.
+
+    Returns:
+        y: as `conv_bn_act_train`.
+        x: a view of `x` with history; `x` itself where no gradient of it is recorded, and while compiling.
+
+    Raises:
+        As `conv_bn_act_train`.
+    """
+    arguments = (x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups)
+    if torch.compiler.is_compiling():
+        return conv_bn_act_train(*arguments, act, running)[0], x
+    dtype = compute_dtype(x)
+    outputs = _autograd.conv_bn_act_train_and_pass(
+        *arguments,
+        ACTIVATIONS[act],
+        dtype,
+        allow_tf32(x.device, dtype),
+        *(running or _UNTRACKED),
+        out,
+        memory=memory,
+    )
+    y = outputs[0]
+    return y if out is None or y.requires_grad else _autograd.alias(out), outputs[-1]
 
 
 _UNTRACKED = (None, None, None, None)  # in the place of RunningStats
@@ -465,6 +522,28 @@ def concat_channels_out(tensors: Sequence[Tensor], scales: Sequence[int] | None,
     op(list(tensors), [1] * len(tensors) if scales is None else list(scales), out)
 
 
+def join_channels(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The concatenation of `parts` along their channels without a copy: they lie in `buffer` one behind the other.
+
+    Args:
+        buffer: (N, sum of C_i, H, W) without history.
+        parts: (N, C_i, H, W) each, written to the channels of `buffer` in this order, by `conv_bn_act_train` for
+            example. That is not checked.
+
+    Returns:
+        y: `buffer`, as a differentiable function of `parts`.
+    """
+    return _autograd.join(buffer, list(parts))
+
+
+def halves(y: Tensor) -> tuple[Tensor, Tensor]:
+    """``y.chunk(2, 1)`` of a map with an even number of channels, whose backward concatenates by `concat_channels`."""
+    if torch.compiler.is_compiling():
+        first, second = y.chunk(2, 1)
+        return first, second
+    return _autograd.halves(y)
+
+
 def detect_decode(
     boxes: Sequence[Tensor],
     scores: Sequence[Tensor],
@@ -555,7 +634,7 @@ def _(
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_", lib=_lib)
 def _(
     x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32,
-    running_mean, running_var, num_batches_tracked, momentum,
+    running_mean, running_var, num_batches_tracked, momentum, out=None,
 ):  # fmt: skip
     size = output_size(x, weight, stride, padding, dilation, groups)
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
@@ -563,6 +642,9 @@ def _(
     check_residual(residual, size)
     stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
     y, z = (_empty_output(x, weight, size, dtype) for _ in range(2))
+    if out is not None:
+        check_out(out, size, x, dtype)
+        y = y.new_empty(0)
     cast_weight = _aten.cast_weight(weight, dtype)
     if cast_weight.numel() and x.device.type == "cuda" and LIBRARY.loaded:
         k, c, r, s = weight.shape
@@ -594,7 +676,7 @@ def _(
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_backward", lib=_lib)
 def _(
     grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, stride, padding, dilation, groups, act, dtype,
-    allow_tf32, output_mask, cast_weight=None,
+    allow_tf32, output_mask, cast_weight=None, add_to_grad_x=None,
 ):  # fmt: skip
     return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
 

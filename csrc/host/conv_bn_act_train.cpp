@@ -1,8 +1,10 @@
 // Training: batch statistics. Keeps z and two vectors; batch norm and SiLU are recomputed in backward.
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
+#include "device/batch_norm.h"
 #include "device/kernels.h"
 #include "gradients.h"
 #include "ops.h"
@@ -17,12 +19,13 @@ struct TrainOutputs {
   Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already
 };
 
-// running_mean may be absent; then nothing is moved.
+// running_mean may be absent; then nothing is moved. With `place`, y is written there and the returned one is empty.
 TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& bn_weight,
                      const OptionalTensor& bn_bias, double eps, const OptionalTensor& residual,
                      const Geometry& geometry, int64_t act, ScalarType dtype, bool allow_tf32,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                     const OptionalTensor& num_batches_tracked, std::optional<double> momentum) {
+                     const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                     const OptionalTensor& place) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   TrainOutputs out;
   const bool casts = weight.scalar_type() != dtype;
@@ -35,6 +38,7 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
     fail("training needs more than 1 value per channel, got an output of ", s.batch, "x", s.out_channels, "x", s.out_h,
          "x", s.out_w);
   }
+  if (place.has_value()) check_out(*place, s, type, x);
   const DType sum_dtype = type == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   out.mean = empty_vector(x, s.out_channels, sum_dtype);
   out.var = empty_vector(x, s.out_channels, sum_dtype);
@@ -57,7 +61,8 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
                     out.var.mutable_data_ptr(), workspace.mutable_data_ptr()},
                    running ? &*running : nullptr, type, stream);
 
-  out.y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
+  const bool in_place = place.has_value() && is_row_matrix(*place);
+  Tensor y = in_place ? *place : empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
   args.z = out.z.const_data_ptr();
   args.rows = s.out_pixels();
   args.channels = s.out_channels;
@@ -66,14 +71,19 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   args.affine.eps = eps;
   args.residual = nullptr;
   args.residual_stride = 0;
-  args.y = out.y.mutable_data_ptr();
+  args.y = y.mutable_data_ptr();
   Tensor rows;
   if (residual.has_value()) {
     rows = residual_rows(*residual, s, type, x, stream);
     args.residual = rows.const_data_ptr();
     args.residual_stride = row_stride(rows);
   }
-  batch_norm_act(args, type, stream);
+  batch_norm_act_strided(args, row_stride(y), type, stream);
+  if (place.has_value() && !in_place) {
+    Tensor to = *place;
+    torch::stable::copy_(to, y);
+  }
+  out.y = place.has_value() ? empty_vector(x, 0, type) : y;
   return out;
 }
 
@@ -95,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
                                                              ScalarType dtype, bool allow_tf32) {
   const TrainOutputs out =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
   return {out.y, out.z, out.mean, out.var};
 }
 
@@ -103,12 +113,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
-    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum) {
-  const TrainOutputs out =
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum,
+    OptionalTensor out) {
+  const TrainOutputs made =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, running_mean, running_var, num_batches_tracked, momentum);
-  const bool casts = out.cast_weight.defined();
-  return {out.y, out.z, out.mean, out.var, casts ? out.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
+              allow_tf32, running_mean, running_var, num_batches_tracked, momentum, out);
+  const bool casts = made.cast_weight.defined();
+  return {made.y, made.z, made.mean, made.var, casts ? made.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }
 
 // The y of conv_bn_act_train from its z and statistics, by the same kernel: bit for bit the same.
@@ -143,7 +154,8 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
-                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight) {
+                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
+                                 OptionalTensor add_to_grad_x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Geometry geometry = {stride, padding, dilation, groups};
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
@@ -159,7 +171,8 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
   return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight}, output_mask);
+                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x},
+                  output_mask);
 }
 
 }  // namespace yolo12_fastconv

@@ -107,6 +107,16 @@ ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64
   return s;
 }
 
+void check_out(const Tensor& out, const ConvShape& s, DType dtype, const Tensor& like) {
+  if (out.dim() != 4 || out.size(0) != s.batch || out.size(1) != s.out_channels || out.size(2) != s.out_h ||
+      out.size(3) != s.out_w) {
+    fail("out must be ", s.batch, "x", s.out_channels, "x", s.out_h, "x", s.out_w, ", got ", text(sizes_of(out)));
+  }
+  if (dtype_of(out.scalar_type()) != dtype || !out.is_cuda() || out.get_device_index() != like.get_device_index()) {
+    fail("out must have the dtype of the result and be on the device of x, cuda:", like.get_device_index());
+  }
+}
+
 Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& geometry, DType dtype, bool allow_tf32)
     : x_(x),
       weight_(weight),
@@ -136,13 +146,7 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
 
 void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& residual, Tensor out) const {
   const ConvShape& s = shape_;
-  if (out.dim() != 4 || out.size(0) != s.batch || out.size(1) != s.out_channels || out.size(2) != s.out_h ||
-      out.size(3) != s.out_w) {
-    fail("out must be ", s.batch, "x", s.out_channels, "x", s.out_h, "x", s.out_w, ", got ", text(sizes_of(out)));
-  }
-  if (dtype_of(out.scalar_type()) != dtype_ || !out.is_cuda() || out.get_device_index() != x_.get_device_index()) {
-    fail("out must have the dtype of the result and be on the device of x, cuda:", x_.get_device_index());
-  }
+  check_out(out, s, dtype_, x_);
   if (out.numel() == 0) return;
   const KernelChoice choice = choose();
   const bool depthwise = choice.family == Family::kDepthwiseMma || choice.family == Family::kDepthwise;

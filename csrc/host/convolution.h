@@ -17,6 +17,9 @@ struct Geometry {
 ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64_t>& weight_size,
                      const Geometry& geometry);
 
+// Raises unless a result of shape `s` in `dtype` can be written to `out`.
+void check_out(const Tensor& out, const ConvShape& s, DType dtype, const Tensor& like);
+
 class Convolution {
  public:
   // Checks devices, dtypes and sizes; raises with the values otherwise.

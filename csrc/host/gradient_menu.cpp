@@ -77,7 +77,7 @@ std::optional<ConvShape> dgrad_shape(const ConvShape& s) {
 }
 
 // Thousands of plans are weighed, which takes longer than a launch; so what was found is kept.
-GradientChoice choose_gradients(const MenuQuery& query) {
+GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
   constexpr size_t kMostPlans = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
   static_assert(kShapeInts * sizeof(int) == sizeof(ConvShape), "ConvShape is made of ints");
   const Wish wished = wish();
@@ -88,7 +88,7 @@ GradientChoice choose_gradients(const MenuQuery& query) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
-  if (wished == Wish::kFastest && !is_wgrad_faster(query.shape)) return choice;
+  if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;

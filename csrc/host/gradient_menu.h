@@ -22,8 +22,9 @@ struct GradientChoice {
 };
 
 // By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "aten" none that ATen
-// computes as exactly. Whether tensors are aligned as a kernel wants them is seen at the call.
-GradientChoice choose_gradients(const MenuQuery& query);
+// computes as exactly. Whether tensors are aligned as a kernel wants them is seen at the call. slices_x: x lies in a
+// wider tensor, which ours read in place and ATen copies.
+GradientChoice choose_gradients(const MenuQuery& query, bool slices_x = false);
 // "family/target/tile" of both, or "aten". For people and tests.
 std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query);
 std::string wgrad_name(const GradientChoice& choice);

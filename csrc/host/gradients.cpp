@@ -73,9 +73,9 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
-// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is.
+// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`.
 Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
-                      const Tensor& weight) {
+                      const Tensor& weight, const OptionalTensor& added) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const int filters = s.out_channels / s.groups;
@@ -93,7 +93,50 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
   args.kernel_w = s.kernel_w;
   transpose_filter(args, convolution.stream());
   const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
-  return Convolution(grad_z, filter, geometry, dtype, convolution.allow_tf32()).run({}, Act::kIdentity, std::nullopt);
+  return Convolution(grad_z, filter, geometry, dtype, convolution.allow_tf32()).run({}, Act::kIdentity, added);
+}
+
+void check_added(const Tensor& added, const Tensor& x) {
+  const auto have = added.sizes(), wanted = x.sizes();
+  if (added.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) || !added.is_cuda() ||
+      added.get_device_index() != x.get_device_index()) {
+    fail("add_to_grad_x must have the shape of x, ", wanted[0], "x", wanted[1], "x", wanted[2], "x", wanted[3],
+         ", and be on cuda:", x.get_device_index());
+  }
+}
+
+// grad += added, in place; grad is dense channels_last.
+void add_rows(const Tensor& grad, const Tensor& added, DType dtype, cudaStream_t stream) {
+  if (grad.numel() == 0) return;
+  const Tensor rows = as_row_matrix(added, dtype, stream);
+  BatchNormActArgs args = {};
+  args.z = grad.const_data_ptr();
+  args.rows = grad.size(0) * grad.size(2) * grad.size(3);
+  args.channels = static_cast<int>(grad.size(1));
+  args.act = Act::kIdentity;
+  args.residual = rows.const_data_ptr();
+  args.residual_stride = row_stride(rows);
+  args.y = grad.mutable_data_ptr();
+  batch_norm_act(args, dtype, stream);
+}
+
+// The bias gradient: sums of grad_z over the pixels, float for half and float, by the kernel that sums for batch norms.
+Tensor bias_gradient(const Tensor& grad_z, DType dtype, DType sum_dtype, cudaStream_t stream) {
+  const Tensor rows = dense_rows(grad_z, dtype, stream);
+  BatchNormBackwardArgs args = {};
+  args.grad_y = args.z = rows.const_data_ptr();
+  args.rows = rows.size(0) * rows.size(2) * rows.size(3);
+  args.channels = static_cast<int>(rows.size(1));
+  args.grad_y_stride = args.channels;
+  args.act = Act::kIdentity;
+  const Tensor sums = empty_vector(rows, args.channels, sum_dtype),
+               unused = empty_vector(rows, args.channels, sum_dtype);
+  const Tensor workspace = empty_bytes(rows, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
+  args.grad_beta = sums.mutable_data_ptr();
+  args.grad_gamma = unused.mutable_data_ptr();
+  args.workspace = workspace.mutable_data_ptr();
+  batch_norm_backward(args, dtype, stream);
+  return sums;
 }
 
 // The weight gradient by our own kernels, in the dtype and strides of `weight`.
@@ -179,16 +222,25 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     batch_norm_backward(args, dtype, stream);
   }
 
+  const bool adds = wanted[kGradX] && in.add_to_grad_x.has_value();
+  if (adds) check_added(*in.add_to_grad_x, x);
+  bool added = false;
   ConvGrads grads;
   if (conv_wanted) {
-    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)});
+    const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
+    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
     const bool own_x = wanted[kGradX] && own.dgrad.has_value();
     const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
     const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
+    Tensor grad_bias;
+    if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-    if (own_x) grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight);
-    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, wanted[kGradBias]};
-    const bool calls_aten = others[0] || others[1] || others[2];
+    if (own_x) {
+      added = adds && x_dtype == dtype;
+      grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight, added ? in.add_to_grad_x : std::nullopt);
+    }
+    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
+    const bool calls_aten = others[0] || others[1];
     const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
     if (calls_aten) {
       const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
@@ -200,8 +252,10 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
       grads.weight =
           weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
     }
+    grads.bias = grad_bias;
   }
   if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
+  if (adds && !added) add_rows(grads.x, *in.add_to_grad_x, x_dtype, stream);
   if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);
   if (wanted[kGradBias]) grads.bias = in_form_of(grads.bias, *in.bias);
   if (wanted[kGradGamma] && in.bn_weight.has_value()) grad_gamma = in_form_of(grad_gamma, *in.bn_weight);

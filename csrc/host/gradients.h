@@ -16,6 +16,7 @@ struct BackwardInputs {
   Act act;
   bool batch_stats;  // mean and var belong to this batch
   OptionalTensor cast_weight = std::nullopt;  // the weight in the compute dtype, if the forward op made that copy
+  OptionalTensor add_to_grad_x = std::nullopt;  // (N, C, H, W), of any dtype
 };
 
 Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,

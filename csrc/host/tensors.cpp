@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <limits>
 
 #include "device/kernels.h"
+#include "device/maps.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -135,6 +137,21 @@ Tensor copy_to_rows(const Tensor& tensor, DType dtype, cudaStream_t stream) {
   const DType have = dtype_of(tensor.scalar_type());
   const auto size = tensor.sizes();
   Tensor copy = empty_channels_last(tensor, size[0], size[1], size[2], size[3], dtype);
+  // Whole images with gaps between them (a level of a detection head's gradient): as many bytes at once as are aligned.
+  const auto stride = tensor.strides();
+  const int64_t image = size[1] * size[2] * size[3] * size_of(dtype);
+  if (have == dtype && stride[1] == 1 && stride[3] == size[1] && stride[2] == size[3] * size[1] &&
+      stride[0] * size_of(dtype) >= image && image <= std::numeric_limits<int>::max()) {
+    ConcatArgs args;
+    args.parts[0] = {tensor.const_data_ptr(), stride[0] * size_of(dtype), static_cast<int>(image), 1};
+    args.count = 1;
+    args.out = copy.mutable_data_ptr();
+    args.stride = image;
+    args.batch = static_cast<int>(size[0]);
+    args.h = args.w = 1;
+    concat_channels(args, stream);
+    return copy;
+  }
   pack({tensor.const_data_ptr(), have, strides_of(tensor), copy.mutable_data_ptr(), dtype, size[0],
         static_cast<int>(size[1]), static_cast<int>(size[2]), static_cast<int>(size[3]), static_cast<int>(size[1])},
        stream);

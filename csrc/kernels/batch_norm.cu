@@ -23,8 +23,8 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "device/batch_norm.h"
 #include "device/dependent_launch.cuh"
-#include "device/kernels.h"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
@@ -515,7 +515,8 @@ struct ActWords {
 };
 
 template <class T, int kLanes>
-__global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g,
+                                                                      const int64_t y_stride) {
   using Acc = Accumulator<T>;
   using Words = ActWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
@@ -547,7 +548,7 @@ __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const Batc
 #pragma unroll
       for (int c = 0; c < kLanes; ++c) u[c] += more[c];
     }
-    store_lanes(y + row * g.channels, narrow<T>(u));
+    store_lanes(y + row * y_stride, narrow<T>(u));
   });
 }
 
@@ -746,13 +747,17 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
 }
 
 void batch_norm_act(const BatchNormActArgs& a, DType dtype, cudaStream_t stream) {
+  batch_norm_act_strided(a, a.channels, dtype, stream);
+}
+
+void batch_norm_act_strided(const BatchNormActArgs& a, int64_t y_stride, DType dtype, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride});
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride, y_stride});
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
     const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
-    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g);
+    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g, y_stride);
   });
 }
 

@@ -1,0 +1,91 @@
+"""The kernels behind tests/test_gradient_sums.py: sums in the gradient of x, and results written into slices.
+
+pytest -m gpu tests/test_gpu_gradient_sums.py
+"""
+
+from __future__ import annotations
+
+import op_checks
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+OPS = torch.ops.yolo12_fastconv
+# Name: channels in, channels out, height and width, kernel, stride, groups.
+CASES = {
+    "pointwise": (64, 32, 40, 1, 1, 1),
+    "pointwise, many": (256, 768, 20, 1, 1, 1),
+    "odd": (61, 37, 13, 1, 1, 1),
+    "dense": (64, 64, 40, 3, 1, 1),
+    "stride 2": (64, 96, 40, 3, 2, 1),
+    "depthwise": (256, 256, 20, 3, 1, 256),
+    "depthwise, small": (64, 64, 40, 7, 1, 64),
+}
+ERRORS = {"float16": 6e-4, "bfloat16": 5e-3, "float32": 5e-6}  # l2, of two roundings
+
+
+def train_arguments(case: str, dtype: torch.dtype, device: torch.device):
+    ci, co, size, kernel, stride, groups = CASES[case]
+    torch.manual_seed(0)
+    wide = torch.randn(4, 2 * ci, size, size, device=device).to(dtype, memory_format=torch.channels_last)
+    weight = torch.randn(co, ci // groups, kernel, kernel, device=device) / (ci // groups * kernel**2) ** 0.5
+    gamma, beta = torch.rand(2, co, device=device).unbind()
+    geometry = ([stride] * 2, [kernel // 2] * 2, [1, 1], groups)
+    return wide, (weight, None, gamma, beta, 1e-3, None, *geometry, 1, dtype, False)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", ERRORS)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_sum_in_the_gradient_of_x(cuda, case, precision, sliced):
+    dtype = op_checks.PRECISIONS[precision]
+    wide, arguments = train_arguments(case, dtype, cuda)
+    x = wide[:, : wide.shape[1] // 2]
+    added = torch.randn_like(wide)[:, wide.shape[1] // 2 :]
+    if not sliced:
+        x, added = (t.contiguous(memory_format=torch.channels_last) for t in (x, added))
+    y, z, mean, var = OPS.conv_bn_act_train.default(x, *arguments)
+    grad_y = torch.randn_like(y)
+    weight, bias, gamma, beta, eps, _, *geometry = arguments
+    mask = [True, True, False, True, True]
+
+    def run(t: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        op_checks.poison([x, added, grad_y, z])
+        call = (grad_y, x, weight, bias, z, mean, var, gamma, beta, eps, *geometry, mask, None, t)
+        return OPS.conv_bn_act_train_backward.default(*call)
+
+    with op_checks.numerics(tf32=False):
+        plain, first, second = run(None), run(added), run(added)
+    right = (
+        OPS.conv_bn_act_train_backward.default(
+            grad_y.cpu().double(), x.cpu().double(), weight.to(dtype).cpu().double(), bias, z.cpu().double(),
+            mean.cpu().double(), var.cpu().double(), gamma.cpu().double(), beta.cpu().double(), eps, *geometry[:5],
+            torch.float64, False, mask, None, added.cpu().double(),
+        )[0].to(cuda)
+    )  # fmt: skip
+    error = float((first[0].double() - right).norm() / right.norm())
+    assert error <= ERRORS[precision], f"{error:.1e}"
+    for ours, again in zip(first, second, strict=True):
+        assert torch.equal(ours, again)
+    assert first[0].is_contiguous(memory_format=torch.channels_last)
+    for ours, without in zip(first[1:], plain[1:], strict=True):
+        assert torch.equal(ours, without)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", ERRORS)
+@pytest.mark.parametrize("begin", [8, 3])
+def test_result_in_a_slice(cuda, case, precision, begin):
+    dtype = op_checks.PRECISIONS[precision]
+    wide, arguments = train_arguments(case, dtype, cuda)
+    x = wide[:, : wide.shape[1] // 2]
+    expected = OPS.conv_bn_act_train_.default(x, *arguments, None, None, None, None)
+    n, c, h, w = expected[0].shape
+    buffer = torch.full((n, c + 16, h, w), 7.0, dtype=dtype, device=cuda).to(
+        memory_format=torch.channels_last
+    )
+    out = buffer[:, begin : begin + c]
+    made = OPS.conv_bn_act_train_.default(x, *arguments, None, None, None, None, out)
+    assert torch.equal(out, expected[0]) and torch.equal(made[1], expected[1])
+    assert (buffer[:, :begin] == 7).all() and (buffer[:, begin + c :] == 7).all()
