@@ -50,12 +50,18 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   args.affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
   args.affine.beta = channel_vector(bn_bias, "bn_bias", s.out_channels, x, keep_alive);
   args.act = act_of(act);
-  out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
+  OutputStats stats;
+  out.z = convolution.run_with_stats(only_bias, stats);
 
-  const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
-  batch_norm_stats({out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
-                    out.var.mutable_data_ptr(), workspace.mutable_data_ptr()},
-                   running ? &*running : nullptr, type, stream);
+  BatchNormStatsArgs sums = {out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
+                             out.var.mutable_data_ptr(), nullptr};
+  if (stats.parts.parts > 0) {
+    tile_stats_finish(sums, stats.parts, running ? &*running : nullptr, stream);
+  } else {
+    const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
+    sums.workspace = workspace.mutable_data_ptr();
+    batch_norm_stats(sums, running ? &*running : nullptr, type, stream);
+  }
 
   out.y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
   args.z = out.z.const_data_ptr();

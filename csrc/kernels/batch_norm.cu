@@ -23,6 +23,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/kernels.h"
 #include "device/lanes.cuh"
@@ -247,12 +248,6 @@ struct Partials {
   }
 };
 
-// What is subtracted before summing: any value near the mean serves, an infinite or missing one would spread.
-template <class Acc>
-__device__ __forceinline__ Acc finite_origin(Acc value) {
-  return value - value == Acc(0) ? value : Acc(0);
-}
-
 // Mean and sum of squared deviations of each segment. A thread's sums are of differences from the average of its first
 // rows, a block's of differences from one thread's average: a mean far from zero does not cost bits. A single row would not
 // do as the origin: it may lie several deviations off, and its square cost up to 1.4e-6 of the variance in float, over 35
@@ -371,23 +366,7 @@ __device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
   return channel_of_column(g, column / g.columns(), column % g.columns());
 }
 
-template <class Acc>
-__device__ __forceinline__ void store_channel(void* vector, DType dtype, int channel, Acc value) {
-  switch (dtype) {
-    case DType::kFloat16: static_cast<__half*>(vector)[channel] = convert<__half>(value); break;
-    case DType::kBFloat16: static_cast<__nv_bfloat16*>(vector)[channel] = convert<__nv_bfloat16>(value); break;
-    case DType::kFloat32: static_cast<float*>(vector)[channel] = convert<float>(value); break;
-    default: static_cast<double*>(vector)[channel] = convert<double>(value); break;
-  }
-}
-
-template <class Acc>
-__device__ __forceinline__ Acc blend(Acc old, Acc batch, Acc factor) {
-  return fma(Acc(1) - factor, old, factor * batch);  // spelled out: the same rounding wherever it is compiled
-}
-
 // Mean and variance of all rows from those of the segments (Chan et al.), relative to the mean of the first segment.
-// running.running_mean is null, or the buffers move too, by a momentum that does not depend on the counter.
 template <class Acc>
 __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const BatchNormStatsArgs a, const RowGrid g,
                                                                       const RunningStatsArgs running) {
@@ -396,11 +375,8 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
   const bool writes = channel < g.channels;
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  Acc old_mean = 0, old_var = 0;  // asked for before the sums, which take as long to come
-  if (writes && running.running_mean != nullptr) {
-    old_mean = load_channel<Acc>({running.running_mean, running.running_dtype}, channel, Acc(0));
-    old_var = load_channel<Acc>({running.running_var, running.running_dtype}, channel, Acc(0));
-  }
+  OldStats<Acc> old;
+  if (writes) old.load(running, channel);
   // Of the warp's own column afterwards, of the thread's before.
   const int before = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
   const int after = blockIdx.x * kFinishAcross + threadIdx.x / 32;
@@ -412,19 +388,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
     mine.first += count * d;
     mine.second += partial.second + count * d * d;
   });
-  if (!writes) return;
-  const Acc count = static_cast<Acc>(g.rows), share = sums.first / count;
-  const Acc mean = own_origin + share;
-  const Acc spread = (sums.second - sums.first * share) / count;
-  const Acc var = spread < Acc(0) ? Acc(0) : spread;  // keeps NaN, unlike max
-  static_cast<Acc*>(a.mean)[channel] = mean;
-  static_cast<Acc*>(a.var)[channel] = var;
-  if (running.running_mean == nullptr) return;
-  if (channel == 0 && running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
-  const Acc factor = static_cast<Acc>(running.momentum);
-  store_channel(running.running_mean, running.running_dtype, channel, blend(old_mean, mean, factor));
-  store_channel(running.running_var, running.running_dtype, channel,
-                blend(old_var, var * static_cast<Acc>(running.unbias), factor));
+  if (writes) finish_channel(a, running, old, channel, own_origin, sums.first, sums.second);
 }
 
 template <class Acc>
