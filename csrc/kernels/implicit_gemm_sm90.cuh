@@ -366,7 +366,8 @@ class WarpMoments {
   __device__ __forceinline__ void add_slot(float (&mean)[kLanes], float (&squares)[kLanes], const char* buffer,
                                            uint32_t rows) {
     constexpr int kWays = ways(kSlot), kRows = 16 / kWays;
-    const int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));  // addresses are not worth a register over all products: 192 channels spilled
     const int word = kSlot * 32 + (kSlot + 1 < kSlots ? lane : lane % kLastWords);
     const char* const from = buffer + way(kSlot) * kRowBytes + word % 4 * 4;
     const uint32_t own = rows & own_rows(kSlot);
