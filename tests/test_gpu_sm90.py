@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import op_checks
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-import op_checks
 from yolo12_fastconv import error_rule, ops
 
 pytestmark = pytest.mark.gpu
@@ -223,11 +223,12 @@ def test_statistics_of_the_output(cuda, convs, offset, dtype):
         if count < 2:
             continue
         results = []
+        settings = (1, 0, dtype, True)  # groups, identity, and whether TF32 is allowed
         for _ in range(2):
             op_checks.poison([plain])
             running = [torch.zeros(k, device=cuda), torch.ones(k, device=cuda), torch.tensor(1, device=cuda)]
             _y, z, mean, var, _cast = torch.ops.yolo12_fastconv.conv_bn_act_train_.default(
-                x, weight, bias, None, None, 1e-3, None, *map(list, geometry), 1, 0, dtype, True, *running, 0.25
+                x, weight, bias, None, None, 1e-3, None, *map(list, geometry), *settings, *running, 0.25
             )
             results.append((z, mean, var, *running))
         _z, mean, var, running_mean, running_var, batches = results[0]
@@ -241,7 +242,11 @@ def test_statistics_of_the_output(cuda, convs, offset, dtype):
             "running_mean": ((running_mean - 0.25 * mean).abs() / mean.abs().clamp_min(1e-3)).max() / 1e-6,
             "running_var": (running_var - 0.75 - 0.25 * var * (count / (count - 1))).abs().max() / 1e-5,
         }
-        problems += [f"{conv}, {name}: {what} {error:.2g} of its limit" for what, error in errors.items() if not error < 1]
+        problems += [
+            f"{conv}, {name}: {what} {error:.2g} of its limit"
+            for what, error in errors.items()
+            if not error < 1
+        ]
         if int(batches) != 2:
             problems.append(f"{conv}, {name}: {int(batches)} batches")
         if not torch.equal(results[0][0], plain):
@@ -273,7 +278,9 @@ def test_statistics_are_taken_by_the_convolution(cuda):
 
 def test_statistics_in_a_graph(cuda):
     """Replayed on other numbers than it was captured on."""
-    x = torch.randn(4, 96, 21, 19, device=cuda, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(4, 96, 21, 19, device=cuda, dtype=torch.float16).contiguous(
+        memory_format=torch.channels_last
+    )
     weight = (torch.randn(72, 96, 3, 3, device=cuda) / 30).half()
     arguments = (x, weight, None, None, None, 1e-3, None, (1, 1), (1, 1))
     ops.conv_bn_act_train(*arguments)

@@ -11,8 +11,8 @@ namespace yolo12_fastconv {
 
 // Of pixels that are dealt out to `parts` blocks, the same for every channel.
 struct TileStats {
-  float2* moments;              // (parts, channels): mean and sum of squared deviations from it, of the rounded output
-  float* counts;                // (parts): pixels
+  float2* moments;  // (parts, channels): mean and sum of squared deviations from it, of the rounded output
+  float* counts;  // (parts): pixels
   int parts;
 };
 

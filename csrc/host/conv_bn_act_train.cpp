@@ -53,8 +53,12 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   OutputStats stats;
   out.z = convolution.run_with_stats(only_bias, stats);
 
-  BatchNormStatsArgs sums = {out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
-                             out.var.mutable_data_ptr(), nullptr};
+  BatchNormStatsArgs sums = {};
+  sums.z = out.z.const_data_ptr();
+  sums.rows = s.out_pixels();
+  sums.channels = s.out_channels;
+  sums.mean = out.mean.mutable_data_ptr();
+  sums.var = out.var.mutable_data_ptr();
   if (stats.parts.parts > 0) {
     tile_stats_finish(sums, stats.parts, running ? &*running : nullptr, stream);
   } else {

@@ -272,10 +272,7 @@ __device__ __forceinline__ float silu_of_float(float u) {
 // Byte offset of a 16-byte chunk in the rows of a buffer, swizzled as the map of y is.
 template <int kRowBytes>
 __device__ __forceinline__ int buffer_offset(int row, int chunk) {
-  const int mask = kRowBytes == 128  ? row & 7
-                   : kRowBytes == 64 ? (row >> 1) & 3
-                   : kRowBytes == 32 ? (row >> 2) & 1
-                                     : 0;
+  const int mask = kRowBytes == 128 ? row & 7 : kRowBytes == 64 ? (row >> 1) & 3 : kRowBytes == 32 ? (row >> 2) & 1 : 0;
   return row * kRowBytes + (chunk ^ mask) * 16;
 }
 
@@ -372,7 +369,7 @@ class WarpMoments {
     const char* const from = buffer + way(kSlot) * kRowBytes + word % 4 * 4;
     const uint32_t own = rows & own_rows(kSlot);
     // Of the i-th row of the lane; whether it exists.
-    const auto load = [&](int i, float(&value)[kLanes]) {
+    const auto load = [&](int i, float (&value)[kLanes]) {
       // The ways' rows lie next to each other, and are swizzled alike.
       const int at = buffer_offset<kRowBytes>(i * kWays, word / 4);
       widen_word(*reinterpret_cast<const uint32_t*>(from + at), value);
