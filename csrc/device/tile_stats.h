@@ -26,7 +26,7 @@ inline TileStats tile_stats_at(void* workspace, int parts, int channels) {
 
 // Into how many parts the kernel cuts the pixels on the current device.
 int implicit_gemm_sm90_parts(const ConvShape& shape, const Sm90Plan& plan);
-// implicit_gemm_sm90() with statistics; without activation and residual. kernels/implicit_gemm_sm90.cuh
+// implicit_gemm_sm90() with statistics; half and bfloat16, without activation and residual. kernels/implicit_gemm_sm90.cuh
 void implicit_gemm_sm90_stats(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats,
                               cudaStream_t stream);
 // As batch_norm_stats(), whose z and workspace it does not read, of float statistics. kernels/tile_stats.cu

@@ -137,7 +137,8 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
 Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
   const ConvShape& s = shape_;
   const KernelChoice choice = choose();
-  if (choice.family != Family::kImplicitGemmSm90 || s.out_pixels() == 0 || s.out_channels == 0) {
+  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2;
+  if (!takes_stats || s.out_pixels() == 0 || s.out_channels == 0) {
     return run(bias, Act::kIdentity, std::nullopt);
   }
   const int parts = implicit_gemm_sm90_parts(s, choice.sm90);

@@ -21,7 +21,8 @@
 // depends on the shape and the number of multiprocessors alone.
 //
 // kStats: a variant for training, without activation and residual, leaves the mean and the squared deviations of what each
-// block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics.
+// block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
+// float, tiles of 96 and 192 channels spilled.
 //
 // Compiled in two parts, each included once: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_stats.cu.
 #pragma once
@@ -322,7 +323,8 @@ class WarpMoments {
   static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
   static constexpr int kParts = kChannels / kStoreChannels;
   static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
-  static constexpr int kLanes = 4 / int(sizeof(T));  // channels of a word
+  static constexpr int kLanes = 2;  // channels of a word
+  static_assert(sizeof(T) == 2);
   static constexpr int kWords = kRowBytes / 4;
   static constexpr int kSlots = ceil_div(kWords, 32);  // words of a lane
   static constexpr int kLastWords = kWords - 32 * (kSlots - 1);
@@ -362,7 +364,7 @@ class WarpMoments {
   template <bool kAll, int kSlot>
   __device__ __forceinline__ void add_slot(float (&mean)[kLanes], float (&squares)[kLanes], const char* buffer,
                                            uint32_t rows) {
-    constexpr int kWays = ways(kSlot), kRows = 16 / kWays;
+    constexpr int kWays = ways(kSlot), kRows = 16 / kWays, kUnroll = 4;
     int lane = threadIdx.x % 32;
     asm volatile("" : "+r"(lane));  // addresses are not worth a register over all products: 192 channels spilled
     const int word = kSlot * 32 + (kSlot + 1 < kSlots ? lane : lane % kLastWords);
@@ -378,7 +380,7 @@ class WarpMoments {
     const float before = counts_[kSlot], added = kAll ? kRows : static_cast<float>(__popc(own));
     if (before == 0) {
       float sum[kLanes] = {};
-#pragma unroll
+#pragma unroll kUnroll
       for (int i = 0; i < kRows; ++i) {
         float value[kLanes];
         const bool exists = load(i, value);
@@ -392,7 +394,7 @@ class WarpMoments {
     float origin[kLanes], sum[kLanes] = {};
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) origin[c] = finite_origin(mean[c]);
-#pragma unroll
+#pragma unroll kUnroll
     for (int i = 0; i < kRows; ++i) {
       float value[kLanes];
       const bool exists = load(i, value);
@@ -1271,9 +1273,12 @@ void run(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStat
   switch (dtype) {
     case DType::kFloat16: return choose<__half, kStats>(args, dtype, plan, stats, stream);
     case DType::kBFloat16: return choose<__nv_bfloat16, kStats>(args, dtype, plan, stats, stream);
-    case DType::kFloat32: return choose<float, kStats>(args, dtype, plan, stats, stream);
-    default: fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
+    case DType::kFloat32:
+      if constexpr (!kStats) return choose<float, kStats>(args, dtype, plan, stats, stream);
+      break;
+    default: break;
   }
+  fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
 }
 
 }  // namespace
