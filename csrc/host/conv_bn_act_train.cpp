@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "device/kernels.h"
+#include "device/training_kernels.h"
 #include "gradients.h"
 #include "ops.h"
 #include "running_stats.h"
@@ -53,9 +54,12 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
 
   const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
-  batch_norm_stats({out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
-                    out.var.mutable_data_ptr(), workspace.mutable_data_ptr()},
-                   running ? &*running : nullptr, type, stream);
+  const BatchNormStatsArgs stats = {out.z.const_data_ptr(),
+                                    s.out_pixels(),
+                                    s.out_channels,
+                                    out.mean.mutable_data_ptr(),
+                                    out.var.mutable_data_ptr(),
+                                    workspace.mutable_data_ptr()};
 
   out.y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
   args.z = out.z.const_data_ptr();
@@ -73,7 +77,7 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
     args.residual = rows.const_data_ptr();
     args.residual_stride = row_stride(rows);
   }
-  batch_norm_act(args, type, stream);
+  batch_norm_stats_act(stats, running ? &*running : nullptr, args, type, stream);
   return out;
 }
 
