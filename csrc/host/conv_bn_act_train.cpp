@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "device/kernels.h"
+#include "device/training_kernels.h"
 #include "gradients.h"
 #include "ops.h"
 #include "running_stats.h"
@@ -59,13 +60,6 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   sums.channels = s.out_channels;
   sums.mean = out.mean.mutable_data_ptr();
   sums.var = out.var.mutable_data_ptr();
-  if (stats.parts.parts > 0) {
-    tile_stats_finish(sums, stats.parts, running ? &*running : nullptr, stream);
-  } else {
-    const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
-    sums.workspace = workspace.mutable_data_ptr();
-    batch_norm_stats(sums, running ? &*running : nullptr, type, stream);
-  }
 
   out.y = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
   args.z = out.z.const_data_ptr();
@@ -83,7 +77,15 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
     args.residual = rows.const_data_ptr();
     args.residual_stride = row_stride(rows);
   }
-  batch_norm_act(args, type, stream);
+  const RunningStatsArgs* const moved = running ? &*running : nullptr;
+  if (stats.parts.parts > 0) {
+    tile_stats_finish(sums, stats.parts, moved, stream);
+    batch_norm_act(args, type, stream);  // from the last row on, which the convolution has written last
+  } else {
+    const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
+    sums.workspace = workspace.mutable_data_ptr();
+    batch_norm_stats_act(sums, moved, args, type, stream);
+  }
   return out;
 }
 

@@ -186,7 +186,9 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
     const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-    if (own_x) grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight);
+    // The same filter, of half the bytes, from the copy that the forward pass has made.
+    const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+    if (own_x) grads.x = input_gradient(convolution, *own.dgrad, grad_z, filter);
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, wanted[kGradBias]};
     const bool calls_aten = others[0] || others[1] || others[2];
     const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
