@@ -464,3 +464,42 @@ def test_opcheck(cuda, case, precision):
                 getattr(namespace, op).default,
                 [a.detach().requires_grad_() if id(a) in leaves else a for a in arguments],
             )
+
+
+@pytest.mark.parametrize("precision", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "size",
+    [(8, 64, 40, 40), (32, 256, 20, 20), (8, 64, 160, 160), (8, 13, 40, 40), (1, 64, 3, 3)],
+    ids=str,
+)
+def test_bad_values_stay_in_their_channels_in_training(cuda, precision, size):
+    """Statistics, batch norm and its gradient, in words and in single elements; and no bit changes in a second run."""
+    dtype, channels = op_checks.PRECISIONS[precision], size[1]
+    generator = torch.Generator(cuda).manual_seed(3)
+    x = torch.randn(size, device=cuda, generator=generator).to(dtype).to(memory_format=torch.channels_last)
+    grad_y = torch.randn(size, device=cuda, generator=generator).to(dtype)
+    grad_y = grad_y.to(memory_format=torch.channels_last)
+    weight = torch.ones(channels, 1, 3, 3, device=cuda, dtype=dtype)
+    clean, bad = x.clone(), {0: float("nan"), channels - 2: float("inf")}
+    for channel, value in bad.items():
+        x[-1, channel, -1, size[3] // 2] = value
+    good = [channel for channel in range(channels) if channel not in bad]
+
+    def results(pictures):
+        leaf = pictures.clone().requires_grad_()
+        op_checks.poison([leaf])
+        y, mean, var = ops.conv_bn_act_train(leaf, weight, padding=(1, 1), groups=channels)
+        y.backward(grad_y)
+        return {"y": y.detach(), "mean": mean, "var": var, "grad_x": leaf.grad}
+
+    expected, found, again = results(clean), results(x), results(x)
+    for name, value in found.items():
+        along = 0 if value.dim() == 1 else 1
+        index = torch.tensor(good, device=cuda)
+        assert torch.equal(value.index_select(along, index), expected[name].index_select(along, index)), name
+        spoilt = value.index_select(along, torch.tensor(list(bad), device=cuda))
+        # The mean of a channel with an infinite value is infinite.
+        assert not spoilt.isfinite().any(), f"{name}: numbers out of channels with NaN and infinity"
+        assert torch.equal(value.nan_to_num(7.0), again[name].nan_to_num(7.0)), (
+            f"{name} differs between two runs"
+        )

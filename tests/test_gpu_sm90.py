@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import op_checks
 import pytest
 import torch
 from torch import Tensor
@@ -186,3 +187,107 @@ def test_forced_target_that_the_gpu_has_not():
         ops.describe_kernel(
             (1, 8, 8, 8), (8, 8, 1, 1), (1, 1), (0, 0), (1, 1), 1, torch.float16, tf32=False, capability=80
         )
+
+
+# Maps smaller than a tile, tiles with one valid row or column, one tile for many workers, and many tiles for each.
+STATS = [
+    Conv((1, 8, 1, 2), 8, 1, 1, 0, 1),
+    Conv((1, 16, 9, 9), 24, 3, 1, 1, 1),
+    Conv((2, 32, 17, 8), 16, 3, 1, 1, 1),
+    Conv((3, 48, 5, 7), 1, 1, 1, 0, 1),
+    Conv((32, 64, 40, 40), 13, 1, 1, 0, 1),
+    Conv((32, 256, 20, 20), 512, 1, 1, 0, 1),
+    Conv((8, 64, 160, 160), 64, 3, 2, 1, 1),
+]
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 333.0])
+@pytest.mark.parametrize(
+    "convs", [WIDTHS, GEOMETRIES, ODD, LONG, STATS], ids=["widths", "geometries", "odd", "long", "stats"]
+)
+def test_statistics_of_the_output(cuda, convs, offset, dtype):
+    """Mean and variance are those of z as it is stored, also `offset` deviations from zero; z is inference's."""
+    problems = []
+    for index, conv in enumerate(convs):
+        (n, c, h, w), k, kernel, stride, padding, dilation = conv
+        torch.manual_seed(index)
+        x = torch.randn(n, c, h, w, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
+        bias = torch.full((k,), offset, device=cuda, dtype=dtype)
+        geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
+        name = name_of(conv, dtype)
+        plain = ops.conv_bn_act(x, weight, bias, None, None, *geometry, act="identity")
+        count = plain.numel() // k
+        if count < 2:
+            continue
+        results = []
+        settings = (1, 0, dtype, True)  # groups, identity, and whether TF32 is allowed
+        for _ in range(2):
+            op_checks.poison([plain])
+            running = [torch.zeros(k, device=cuda), torch.ones(k, device=cuda), torch.tensor(1, device=cuda)]
+            _y, z, mean, var, _cast = torch.ops.yolo12_fastconv.conv_bn_act_train_.default(
+                x, weight, bias, None, None, 1e-3, None, *map(list, geometry), *settings, *running, 0.25
+            )
+            results.append((z, mean, var, *running))
+        _z, mean, var, running_mean, running_var, batches = results[0]
+        exact_var, exact_mean = torch.var_mean(plain.double(), (0, 2, 3), correction=0)
+        spread = exact_var.clamp_min(1e-12).sqrt()
+        errors = {
+            # Of the spread, with what float keeps of the offset.
+            "mean": ((mean - exact_mean).abs() / (spread + offset * 2**-2)).max() / 2e-6,
+            "var": ((var - exact_var).abs() / exact_var.clamp_min(1e-12)).max()
+            / (5e-6 + offset / spread.min() * 2**-24),
+            "running_mean": ((running_mean - 0.25 * mean).abs() / mean.abs().clamp_min(1e-3)).max() / 1e-6,
+            "running_var": (running_var - 0.75 - 0.25 * var * (count / (count - 1))).abs().max() / 1e-5,
+        }
+        problems += [
+            f"{conv}, {name}: {what} {error:.2g} of its limit"
+            for what, error in errors.items()
+            if not error < 1
+        ]
+        if int(batches) != 2:
+            problems.append(f"{conv}, {name}: {int(batches)} batches")
+        if not torch.equal(results[0][0], plain):
+            problems.append(f"{conv}, {name}: z differs from inference's")
+        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+            problems.append(f"{conv}, {name}: differs between two runs")
+        if not name.startswith("implicit_gemm/sm90/"):
+            problems.append(f"{conv}, {name}: not the kernel under test")
+    assert not problems, "\n".join(problems)
+
+
+def test_statistics_are_taken_by_the_convolution(cuda):
+    """Without a pass over z. Values that overflow reach no other channel, and no further than in torch."""
+    for channels in (16, 32, 48, 64, 80, 96, 128):
+        x = torch.randn(2, channels, 24, 24, device=cuda, dtype=torch.float16)
+        x[0, 0, 0, 0] = x[1, 1, 11, 7] = 60000
+        x[1, 2, 23, 23] = -60000
+        weight = (2 * torch.eye(channels, device=cuda, dtype=torch.float16))[:, :, None, None].contiguous()
+        x = x.contiguous(memory_format=torch.channels_last)
+        _y, mean, var = ops.conv_bn_act_train(x, weight, None, None, None, 1e-3)
+        assert mean[:2].isposinf().all() and mean[2].isneginf() and mean[3:].isfinite().all(), channels
+        assert var[:3].isnan().all() and var[3:].isfinite().all(), channels
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _y, mean, var = ops.conv_bn_act_train(x, weight, None, None, None, 1e-3)
+        torch.cuda.synchronize()
+    kernels = " ".join(event.key for event in profile.key_averages())
+    assert "tile_stats_kernel" in kernels and "::stats_kernel" not in kernels, kernels
+
+
+def test_statistics_in_a_graph(cuda):
+    """Replayed on other numbers than it was captured on."""
+    x = torch.randn(4, 96, 21, 19, device=cuda, dtype=torch.float16).contiguous(
+        memory_format=torch.channels_last
+    )
+    weight = (torch.randn(72, 96, 3, 3, device=cuda) / 30).half()
+    arguments = (x, weight, None, None, None, 1e-3, None, (1, 1), (1, 1))
+    ops.conv_bn_act_train(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.conv_bn_act_train(*arguments)
+    x.copy_(torch.randn_like(x) * 3 + 1)
+    graph.replay()
+    for replayed, direct in zip(captured, ops.conv_bn_act_train(*arguments), strict=True):
+        assert torch.equal(replayed, direct)

@@ -13,7 +13,7 @@ namespace yolo12_fastconv {
 
 // Dense convolution on tensor cores (groups = 1): half, bfloat16, or float in TF32. kernels/implicit_gemm.cu
 void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cudaStream_t stream);
-// The same in half and bfloat16, for compute capability 9.0. kernels/implicit_gemm_sm90.cu
+// The same in half and bfloat16, for compute capability 9.0. kernels/implicit_gemm_sm90.cuh
 void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
 // One filter per channel, 3x3, 5x5 or 7x7, stride 1 or 2, NHWC. kernels/depthwise.cu
 void depthwise(const ConvArgs& args, DType dtype, cudaStream_t stream);

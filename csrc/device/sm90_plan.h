@@ -1,4 +1,4 @@
-// How the sm90 implicit GEMM (kernels/implicit_gemm_sm90.cu) runs a convolution: decided by arithmetic on the host from
+// How the sm90 implicit GEMM (kernels/implicit_gemm_sm90.cuh) runs a convolution: decided by arithmetic on the host from
 // the shape alone, testable without a GPU.
 #pragma once
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "device/batch_norm.h"
 #include "device/kernels.h"
+#include "device/training_kernels.h"
 #include "gradients.h"
 #include "ops.h"
 #include "running_stats.h"
@@ -54,12 +54,15 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   args.affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
   args.affine.beta = channel_vector(bn_bias, "bn_bias", s.out_channels, x, keep_alive);
   args.act = act_of(act);
-  out.z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
+  OutputStats stats;
+  out.z = convolution.run_with_stats(only_bias, stats);
 
-  const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
-  batch_norm_stats({out.z.const_data_ptr(), s.out_pixels(), s.out_channels, out.mean.mutable_data_ptr(),
-                    out.var.mutable_data_ptr(), workspace.mutable_data_ptr()},
-                   running ? &*running : nullptr, type, stream);
+  BatchNormStatsArgs sums = {};
+  sums.z = out.z.const_data_ptr();
+  sums.rows = s.out_pixels();
+  sums.channels = s.out_channels;
+  sums.mean = out.mean.mutable_data_ptr();
+  sums.var = out.var.mutable_data_ptr();
 
   const bool in_place = place.has_value() && is_row_matrix(*place);
   Tensor y = in_place ? *place : empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
@@ -78,7 +81,16 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
     args.residual = rows.const_data_ptr();
     args.residual_stride = row_stride(rows);
   }
-  batch_norm_act_strided(args, row_stride(y), type, stream);
+  const RunningStatsArgs* const moved = running ? &*running : nullptr;
+  if (stats.parts.parts > 0) {
+    tile_stats_finish(sums, stats.parts, moved, stream);
+    // From the last row on, which the convolution has written last.
+    batch_norm_act_strided(args, row_stride(y), type, stream);
+  } else {
+    const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
+    sums.workspace = workspace.mutable_data_ptr();
+    batch_norm_stats_act(sums, moved, args, row_stride(y), type, stream);
+  }
   if (place.has_value() && !in_place) {
     Tensor to = *place;
     torch::stable::copy_(to, y);

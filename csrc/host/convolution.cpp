@@ -144,6 +144,21 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   return y;
 }
 
+Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
+  const ConvShape& s = shape_;
+  const KernelChoice choice = choose();
+  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2;
+  if (!takes_stats || s.out_pixels() == 0 || s.out_channels == 0) {
+    return run(bias, Act::kIdentity, std::nullopt);
+  }
+  const int parts = implicit_gemm_sm90_parts(s, choice.sm90);
+  stats.workspace = empty_bytes(x_, tile_stats_bytes(parts, s.out_channels));
+  stats.parts = tile_stats_at(stats.workspace.mutable_data_ptr(), parts, s.out_channels);
+  const Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, s.out_channels, dtype_);
+  launch(choice, bias, Act::kIdentity, std::nullopt, y, s.out_channels, stats.parts);
+  return y;
+}
+
 void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& residual, Tensor out) const {
   const ConvShape& s = shape_;
   check_out(out, s, dtype_, x_);
@@ -166,7 +181,7 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
 KernelChoice Convolution::choose() const { return choose_kernel({shape_, dtype_, allow_tf32_, capability_of(x_)}); }
 
 void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
-                         const Tensor& y, int64_t pitch) const {
+                         const Tensor& y, int64_t pitch, const TileStats& stats) const {
   const ConvShape& s = shape_;
   ConvArgs args;
   args.shape = s;
@@ -189,7 +204,7 @@ void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act a
   }
   switch (choice.family) {
     case Family::kImplicitGemm:
-    case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice); break;
+    case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice, stats); break;
     case Family::kDepthwiseMma:
     case Family::kDepthwise: run_depthwise(args, choice); break;
     case Family::kStem: run_stem(args); break;
@@ -198,7 +213,7 @@ void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act a
   }
 }
 
-void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const {
+void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, const TileStats& stats) const {
   const ConvShape& s = shape_;
   const int padded = round_up(s.in_channels, 16 / size_of(dtype_));
   Tensor x = x_, weight = weight_;
@@ -225,7 +240,9 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice) c
     args.weight = weight.const_data_ptr();
   }
   args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
-  if (sm90) {
+  if (sm90 && stats.parts > 0) {
+    implicit_gemm_sm90_stats(args, dtype_, choice.sm90, stats, stream_);
+  } else if (sm90) {
     implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
   } else {
     implicit_gemm(args, dtype_, choice.tile, stream_);

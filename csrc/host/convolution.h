@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "device/tile_menu.h"
+#include "device/tile_stats.h"
 #include "tensors.h"
 
 namespace yolo12_fastconv {
@@ -20,6 +21,12 @@ ConvShape conv_shape(const std::vector<int64_t>& x_size, const std::vector<int64
 // Raises unless a result of shape `s` in `dtype` can be written to `out`.
 void check_out(const Tensor& out, const ConvShape& s, DType dtype, const Tensor& like);
 
+// Statistics of a convolution's output, where the kernel that serves it has taken them on the way; else without parts.
+struct OutputStats {
+  Tensor workspace;
+  TileStats parts = {};
+};
+
 class Convolution {
  public:
   // Checks devices, dtypes and sizes; raises with the values otherwise.
@@ -29,7 +36,10 @@ class Convolution {
   // begin at aligned addresses, with gaps between them.
   Tensor run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels = false) const;
 
-  // The same into `out`, of any strides.
+  // conv(x, weight) + bias, and its statistics if the kernel takes them.
+  Tensor run_with_stats(const Affine& bias, OutputStats& stats) const;
+
+  // The same as run() into `out`, of any strides.
   void run_out(const Affine& affine, Act act, const OptionalTensor& residual, Tensor out) const;
 
   // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
@@ -45,8 +55,8 @@ class Convolution {
   KernelChoice choose() const;
   // y: not empty, pixels `pitch` elements apart.
   void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
-              const Tensor& y, int64_t pitch) const;
-  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice) const;
+              const Tensor& y, int64_t pitch, const TileStats& stats = {}) const;
+  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice, const TileStats& stats) const;
   void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
   void run_stem(ConvArgs args) const;
   void run_direct(ConvArgs args) const;

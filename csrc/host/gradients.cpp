@@ -237,7 +237,9 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
     if (own_x) {
       added = adds && x_dtype == dtype;
-      grads.x = input_gradient(convolution, *own.dgrad, grad_z, weight, added ? in.add_to_grad_x : std::nullopt);
+      // The same filter, of half the bytes, from the copy that the forward pass has made.
+      const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+      grads.x = input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt);
     }
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
     const bool calls_aten = others[0] || others[1];

@@ -14,20 +14,23 @@
 // its own per layer would cost more than its work.
 //
 // All of it is bound by memory, on an H200 at 4.3 TB/s; bytes per element of half: stats 2, act 4, backward 4 for the
-// sums and 6 for grad_z. The second pass over a matrix runs through the segments backwards: what the first pass read
-// last is still in the L2 cache. Maps of 20x20 and 40x40 take a few microseconds, of which launches are a part: each
-// kernel may start while the one before it ends (device/dependent_launch.cuh).
+// sums and 6 for grad_z. A pass begins where the kernel before it has ended, since what that has touched last is still in
+// the L2 cache: the first pass over a matrix goes from its last rows to its first, the second from the first to the last.
+// Maps of 20x20 and 40x40 take a few microseconds, of which launches are a part: each kernel may start while the one before
+// it ends (device/dependent_launch.cuh).
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
 
-#include "device/batch_norm.h"
+#include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
+#include "device/training_kernels.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -45,21 +48,32 @@ constexpr int kStatsRows = 2 * kUnroll;
 constexpr int kStatsBytes = 16, kPassBytes = 8;
 constexpr int kStatsBlocks = 132 * kStatsResident, kPassBlocks = 132 * kPassResident;
 
-// How a matrix is cut into blocks. Block index = segment * chunks + chunk.
+// How a matrix is cut into blocks. Block index = segment * chunks + chunk. A segment is every segments'th group of `down`
+// rows, so that all blocks together move through the matrix from one end to the other; none is empty.
 struct RowGrid {
   int64_t rows;
   int channels;
   int lanes;  // channels of a thread
   int across, down;  // threads along channels and along rows
   int chunks;  // blocks along channels
-  int64_t segment_rows;
   int segments;
+  int step;  // rows from one row of a thread to its next: segments * down
+  int even, odd;  // rows of every thread, and rows of the matrix that are left then
+  bool backwards;  // from the last row to the first
 
   __host__ __device__ int columns() const { return across * lanes; }  // channels of a block
+  __device__ __forceinline__ int rows_from(int first) const { return even + (first < odd); }
+  __device__ __forceinline__ int64_t rows_of_segment(int segment) const {
+    return int64_t(even) * down + min(max(odd - segment * down, 0), down);
+  }
 };
 
-RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, int least_rows = kUnroll) {
+RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwards, int least_rows = kUnroll) {
+  constexpr int64_t kMostRows =
+      INT_MAX - (1 << 24);  // a thread counts in int, up to its loads in flight past the last row
+  if (rows > kMostRows) fail("batch_norm: ", rows, " rows, at most ", kMostRows, " are possible; split the batch");
   RowGrid g;
+  g.backwards = backwards;
   g.rows = rows;
   g.channels = channels;
   g.lanes = lanes;
@@ -70,8 +84,10 @@ RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, int least_ro
   const int64_t wanted = std::max(1, blocks / g.chunks);
   // At least one round of loads per thread: less would not pay for the per-channel values.
   const int64_t rows_per_thread = std::max<int64_t>(ceil_div<int64_t>(rows, wanted * g.down), least_rows);
-  g.segment_rows = rows_per_thread * g.down;
-  g.segments = static_cast<int>(ceil_div(rows, g.segment_rows));
+  g.segments = std::max(1, static_cast<int>(ceil_div(rows, rows_per_thread * g.down)));
+  g.step = g.segments * g.down;
+  g.even = static_cast<int>(rows / g.step);
+  g.odd = static_cast<int>(rows % g.step);
   return g;
 }
 
@@ -79,24 +95,24 @@ RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, int least_ro
 struct RowRange {
   int channel;  // the thread's first; past the matrix if it has none
   int local;  // the same, counted from the block's first
-  int64_t row, end;  // of the thread: row, row + step, ...
-  int64_t segment_row;  // first of the block
+  int row, step;  // of the thread: row, row + step, ...
+  int count;
   int segment;
   bool active;
 };
 
 template <int kLanes>
-__device__ __forceinline__ RowRange range_of(const RowGrid& g, bool backwards) {
+__device__ __forceinline__ RowRange range_of(const RowGrid& g) {
   RowRange r;
-  const int thread = threadIdx.x, chunk = blockIdx.x % g.chunks, position = blockIdx.x / g.chunks;
-  r.segment = backwards ? g.segments - 1 - position : position;
+  const int thread = threadIdx.x, chunk = blockIdx.x % g.chunks;
+  r.segment = blockIdx.x / g.chunks;
   r.local = thread % g.across * kLanes;
   r.channel = chunk * g.across * kLanes + r.local;
-  r.segment_row = r.segment * g.segment_rows;
-  r.row = r.segment_row + thread / g.across;
-  r.end = min(g.rows, r.segment_row + g.segment_rows);
   r.active = thread < g.across * g.down && r.channel < g.channels;
-  if (!r.active) r.end = r.row;
+  const int first = r.segment * g.down + thread / g.across;
+  r.count = r.active ? g.rows_from(first) : 0;
+  r.row = g.backwards ? first + (r.count - 1) * g.step : first;
+  r.step = g.backwards ? -g.step : g.step;
   return r;
 }
 
@@ -114,26 +130,26 @@ __device__ __forceinline__ void widen(Lanes<__nv_bfloat16, kCount> lanes, float 
   }
 }
 
-// Calls use(row, load(row)) for row, row + step, ... < end; up to kCount loads are issued before the first use.
+// Calls use(row, load(row)) for row, row + step, ... `left` times; up to kCount loads are issued before the first use.
 template <int kCount = kUnroll, class Load, class Use>
-__device__ __forceinline__ void for_rows(int64_t row, int64_t end, int step, Load&& load, Use&& use) {
+__device__ __forceinline__ void for_rows(int row, int step, int left, Load&& load, Use&& use) {
   using Value = decltype(load(row));
-  for (; row + (kCount - 1) * step < end; row += kCount * step) {
+  for (; left >= kCount; left -= kCount, row += kCount * step) {
     Value values[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = load(row + i * step);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(row + i * step, values[i]);
   }
-  if (row >= end) return;
+  if (left <= 0) return;
   Value values[kCount - 1];
 #pragma unroll
   for (int i = 0; i < kCount - 1; ++i) {
-    if (row + i * step < end) values[i] = load(row + i * step);
+    if (i < left) values[i] = load(row + i * step);
   }
 #pragma unroll
   for (int i = 0; i < kCount - 1; ++i) {
-    if (row + i * step < end) use(row + i * step, values[i]);
+    if (i < left) use(row + i * step, values[i]);
   }
 }
 
@@ -143,23 +159,22 @@ struct Ahead {
   Value values[kUnroll];
 
   template <class Load>
-  __device__ __forceinline__ Ahead(int64_t row, int64_t end, int step, Load&& load) {
+  __device__ __forceinline__ Ahead(const RowRange& r, Load&& load) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      if (row + i * step < end) values[i] = load(row + i * step);
+      if (i < r.count) values[i] = load(r.row + i * r.step);
     }
   }
 };
 
 // As for_rows, from the rows that are there already.
 template <class Value, class Load, class Use>
-__device__ __forceinline__ void for_rows(const Ahead<Value>& ahead, int64_t row, int64_t end, int step, Load&& load,
-                                         Use&& use) {
+__device__ __forceinline__ void for_rows(const Ahead<Value>& ahead, const RowRange& r, Load&& load, Use&& use) {
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    if (row + i * step < end) use(row + i * step, ahead.values[i]);
+    if (i < r.count) use(r.row + i * r.step, ahead.values[i]);
   }
-  for_rows(row + kUnroll * step, end, step, load, use);
+  for_rows(r.row + kUnroll * r.step, r.step, r.count - kUnroll, load, use);
 }
 
 // Two sums of one column.
@@ -247,12 +262,6 @@ struct Partials {
   }
 };
 
-// What is subtracted before summing: any value near the mean serves, an infinite or missing one would spread.
-template <class Acc>
-__device__ __forceinline__ Acc finite_origin(Acc value) {
-  return value - value == Acc(0) ? value : Acc(0);
-}
-
 // Mean and sum of squared deviations of each segment. A thread's sums are of differences from the average of its first
 // rows, a block's of differences from one thread's average: a mean far from zero does not cost bits. A single row would not
 // do as the origin: it may lie several deviations off, and its square cost up to 1.4e-6 of the variance in float, over 35
@@ -263,16 +272,16 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   __shared__ Scratch<Acc, kLanes> scratch;
   __shared__ Acc origins[kBlockChannels];
   let_later_kernels_start();
-  const RowRange r = range_of<kLanes>(g, false);
+  const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   Acc origin[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
-  const int rows = r.row >= r.end ? 0 : static_cast<int>((r.end - r.row + g.down - 1) / g.down);
+  const int rows = r.count;
   wait_for_earlier_kernels();
-  const auto load = [&](int64_t row) { return load_lanes<kLanes>(z + row * g.channels); };
+  const auto load = [&](int row) { return load_lanes<kLanes>(z + int64_t(row) * g.channels); };
   Lanes<T, kLanes> words[kUnroll];
   if (rows > 0) {
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) words[i] = load(r.row + (i < rows ? i : 0) * g.down);
+    for (int i = 0; i < kUnroll; ++i) words[i] = load(r.row + (i < rows ? i : 0) * r.step);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       Acc value[kLanes];
@@ -289,7 +298,7 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   }
   __syncthreads();
   if (rows > 0) {
-    const auto add = [&](int64_t, Lanes<T, kLanes> word) {
+    const auto add = [&](int, Lanes<T, kLanes> word) {
       Acc value[kLanes];
       widen(word, value);
 #pragma unroll
@@ -303,7 +312,7 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
     for (int i = 0; i < kUnroll; ++i) {
       if (i < rows) add(0, words[i]);
     }
-    for_rows(r.row + kUnroll * g.down, r.end, g.down, load, add);
+    for_rows(r.row + kUnroll * r.step, r.step, rows - kUnroll, load, add);
     // The thread's mean relative to the block's origin: the difference of two origins is exact, where the mean itself,
     // rounded at the size of the offset, would be 5e-6 of the variance off in float with a mean of 300 deviations.
     const Acc count = static_cast<Acc>(rows), share = Acc(1) / count;
@@ -317,10 +326,9 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   }
   const Column<Acc> column = sum_down<kLanes>(g, sum, squares, scratch);
   if (!column.active) return;
-  const int64_t count = min(g.rows - r.segment_row, g.segment_rows);
-  const Acc share = column.sums.first / static_cast<Acc>(count);
-  Partials<Acc>::at(a.workspace, g)
-      .store(g, r.segment, column, origins[column.index] + share, column.sums.second - column.sums.first * share);
+  const Moments<Acc> moments = moments_of(column.sums.first, column.sums.second,
+                                          static_cast<Acc>(g.rows_of_segment(r.segment)), origins[column.index]);
+  Partials<Acc>::at(a.workspace, g).store(g, r.segment, column, moments.mean, moments.squares);
 }
 
 // 8 columns, which are one sector of floats, x 64 segments at a time, and 8 loads in flight per thread: all segments of
@@ -344,13 +352,14 @@ __device__ __forceinline__ Sums<Acc> sum_segments(const RowGrid& g, const Partia
     }
   };
   if (column < in.columns) {
+    const int first = threadIdx.x / kFinishAcross;
     for_rows<kFinishUnroll>(
-        threadIdx.x / kFinishAcross, g.segments, kFinishDown,
-        [&](int64_t segment) {
-          const int64_t i = segment * in.columns + column;
+        first, kFinishDown, ceil_div(g.segments - first, kFinishDown),
+        [&](int segment) {
+          const int64_t i = int64_t(segment) * in.columns + column;
           return Sums<Acc>{in.first[i], in.second[i]};
         },
-        [&](int64_t segment, const Sums<Acc>& partial) { use(segment, partial, mine); });
+        [&](int segment, const Sums<Acc>& partial) { use(segment, partial, mine); });
   }
   add_lanes(kFinishAcross, 32);
   if (lane < kFinishAcross) {
@@ -371,22 +380,7 @@ __device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
   return channel_of_column(g, column / g.columns(), column % g.columns());
 }
 
-template <class Acc>
-__device__ __forceinline__ void store_channel(void* vector, DType dtype, int channel, Acc value) {
-  switch (dtype) {
-    case DType::kFloat16: static_cast<__half*>(vector)[channel] = convert<__half>(value); break;
-    case DType::kBFloat16: static_cast<__nv_bfloat16*>(vector)[channel] = convert<__nv_bfloat16>(value); break;
-    case DType::kFloat32: static_cast<float*>(vector)[channel] = convert<float>(value); break;
-    default: static_cast<double*>(vector)[channel] = convert<double>(value); break;
-  }
-}
-
-template <class Acc>
-__device__ __forceinline__ Acc blend(Acc old, Acc batch, Acc factor) {
-  return fma(Acc(1) - factor, old, factor * batch);  // spelled out: the same rounding wherever it is compiled
-}
-
-// Mean and variance of all rows from those of the segments (Chan et al.), relative to the mean of the first segment.
+// Mean and variance of all rows from those of the segments, relative to the mean of the first segment.
 // running.running_mean is null, or the buffers move too, by a momentum that does not depend on the counter.
 template <class Acc>
 __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const BatchNormStatsArgs a, const RowGrid g,
@@ -396,35 +390,18 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
   const bool writes = channel < g.channels;
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  Acc old_mean = 0, old_var = 0;  // asked for before the sums, which take as long to come
-  if (writes && running.running_mean != nullptr) {
-    old_mean = load_channel<Acc>({running.running_mean, running.running_dtype}, channel, Acc(0));
-    old_var = load_channel<Acc>({running.running_var, running.running_dtype}, channel, Acc(0));
-  }
+  OldStats<Acc> old;
+  if (writes) old.load(running, channel);
   // Of the warp's own column afterwards, of the thread's before.
   const int before = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
   const int after = blockIdx.x * kFinishAcross + threadIdx.x / 32;
   const Acc origin = before < in.columns ? finite_origin(in.first[before]) : Acc(0);
   const Acc own_origin = writes ? finite_origin(in.first[after]) : Acc(0);
-  const Sums<Acc> sums = sum_segments<Acc>(g, in, [&](int64_t segment, const Sums<Acc>& partial, Sums<Acc>& mine) {
-    const Acc count = static_cast<Acc>(min(g.segment_rows, g.rows - segment * g.segment_rows));
-    const Acc d = partial.first - origin;
-    mine.first += count * d;
-    mine.second += partial.second + count * d * d;
+  const Sums<Acc> sums = sum_segments<Acc>(g, in, [&](int segment, const Sums<Acc>& partial, Sums<Acc>& mine) {
+    add_moments(mine.first, mine.second, {partial.first, partial.second}, static_cast<Acc>(g.rows_of_segment(segment)),
+                origin);
   });
-  if (!writes) return;
-  const Acc count = static_cast<Acc>(g.rows), share = sums.first / count;
-  const Acc mean = own_origin + share;
-  const Acc spread = (sums.second - sums.first * share) / count;
-  const Acc var = spread < Acc(0) ? Acc(0) : spread;  // keeps NaN, unlike max
-  static_cast<Acc*>(a.mean)[channel] = mean;
-  static_cast<Acc*>(a.var)[channel] = var;
-  if (running.running_mean == nullptr) return;
-  if (channel == 0 && running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
-  const Acc factor = static_cast<Acc>(running.momentum);
-  store_channel(running.running_mean, running.running_dtype, channel, blend(old_mean, mean, factor));
-  store_channel(running.running_var, running.running_dtype, channel,
-                blend(old_var, var * static_cast<Acc>(running.unbias), factor));
+  if (writes) finish_channel(a, running, old, channel, own_origin, sums.first, sums.second);
 }
 
 template <class Acc>
@@ -521,22 +498,22 @@ __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const Batc
   using Words = ActWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
   let_later_kernels_start();
-  const RowRange r = range_of<kLanes>(g, true);
+  const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const residual = static_cast<const T*>(a.residual) + r.channel;
   T* const y = static_cast<T*>(a.y) + r.channel;
   const bool adds = a.residual != nullptr;
-  const auto load = [&](int64_t row) {
-    Words words = {load_lanes<kLanes>(z + row * g.channels), {}};
-    if (adds) words.residual = load_lanes<kLanes>(residual + row * a.residual_stride);
+  const auto load = [&](int row) {
+    Words words = {load_lanes<kLanes>(z + int64_t(row) * g.channels), {}};
+    if (adds) words.residual = load_lanes<kLanes>(residual + int64_t(row) * a.residual_stride);
     return words;
   };
   wait_for_earlier_kernels();
-  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  const Ahead<Words> ahead(r, load);
   fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
-  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+  for_rows(ahead, r, load, [&](int row, const Words& words) {
     Acc u[kLanes];
     widen(words.z, u);
 #pragma unroll
@@ -582,19 +559,20 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ Scratch<Acc, kLanes> scratch;
   let_later_kernels_start();
-  const RowRange r = range_of<kLanes>(g, false);
+  const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
-  const auto load = [&](int64_t row) {
-    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  const auto load = [&](int row) {
+    return Words{load_lanes<kLanes>(grad_y + int64_t(row) * a.grad_y_stride),
+                 load_lanes<kLanes>(z + int64_t(row) * g.channels)};
   };
   wait_for_earlier_kernels();
-  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  const Ahead<Words> ahead(r, load);
   fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   Acc sum[kLanes] = {}, weighted[kLanes] = {};
   if (r.active) {
     const Norm<Acc, kLanes> norm(table, r.local);
-    for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t, const Words& words) {
+    for_rows(ahead, r, load, [&](int, const Words& words) {
       Acc grad[kLanes], d[kLanes];
       differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
@@ -618,7 +596,7 @@ __global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const Batch
   wait_for_earlier_kernels();
   Acc invstd = 0;  // asked for before the sums, which take as long to come
   if (writes) invstd = invstd_of<Acc>(a.affine, channel);
-  const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int64_t, const Sums<Acc>& partial, Sums<Acc>& mine) {
+  const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int, const Sums<Acc>& partial, Sums<Acc>& mine) {
     mine.first += partial.first;
     mine.second += partial.second;
   });
@@ -636,15 +614,16 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ __align__(16) Acc offsets[kBlockChannels], slopes[kBlockChannels];
   let_later_kernels_start();
-  const RowRange r = range_of<kLanes>(g, true);
+  const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
   T* const grad_z = static_cast<T*>(a.grad_z) + r.channel;
-  const auto load = [&](int64_t row) {
-    return Words{load_lanes<kLanes>(grad_y + row * a.grad_y_stride), load_lanes<kLanes>(z + row * g.channels)};
+  const auto load = [&](int row) {
+    return Words{load_lanes<kLanes>(grad_y + int64_t(row) * a.grad_y_stride),
+                 load_lanes<kLanes>(z + int64_t(row) * g.channels)};
   };
   wait_for_earlier_kernels();
-  const Ahead<Words> ahead(r.row, r.end, g.down, load);
+  const Ahead<Words> ahead(r, load);
   fill_table<kLanes>(g, [&](int i, int channel) {
     Acc grad_beta = 0, grad_gamma = 0;
     if (a.batch_stats) {
@@ -664,12 +643,12 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
     offset[c] = offsets[r.local + c];
     slope[c] = slopes[r.local + c];
   }
-  for_rows(ahead, r.row, r.end, g.down, load, [&](int64_t row, const Words& words) {
+  for_rows(ahead, r, load, [&](int row, const Words& words) {
     Acc grad[kLanes], d[kLanes];
     differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
-    store_lanes(grad_z + row * g.channels, narrow<T>(grad));
+    store_lanes(grad_z + int64_t(row) * g.channels, narrow<T>(grad));
   });
 }
 
@@ -718,11 +697,22 @@ bool words_fit(int bytes, DType dtype, int channels, std::initializer_list<const
 unsigned int blocks_of(const RowGrid& g) { return checked_grid(int64_t(g.segments) * g.chunks, "batch_norm"); }
 unsigned int finish_blocks_of(const RowGrid& g) { return ceil_div(g.chunks * g.columns(), kFinishAcross); }
 
+void launch_act(const BatchNormActArgs& a, int64_t y_stride, DType dtype, bool backwards, cudaStream_t stream) {
+  const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride, y_stride});
+  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
+    using T = typename decltype(tag)::type;
+    constexpr int kLanes = decltype(lanes)::value;
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, backwards);
+    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g, y_stride);
+  });
+}
+
 }  // namespace
 
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype) {
   const auto partials = [&](int lanes) {
-    const RowGrid g = cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kPassBlocks));
+    const RowGrid g = cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kPassBlocks), true);
     return int64_t(2) * g.segments * g.chunks * g.columns();
   };
   // Whether words fit depends on pointers too: room for either cut.
@@ -738,7 +728,7 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
   with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, kStatsRows);
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, true, kStatsRows);
     launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
     launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
                                                           kFinishThreads, 0, stream, a, g, moved);
@@ -747,18 +737,17 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
 }
 
 void batch_norm_act(const BatchNormActArgs& a, DType dtype, cudaStream_t stream) {
-  batch_norm_act_strided(a, a.channels, dtype, stream);
+  launch_act(a, a.channels, dtype, true, stream);
 }
 
 void batch_norm_act_strided(const BatchNormActArgs& a, int64_t y_stride, DType dtype, cudaStream_t stream) {
-  const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride, y_stride});
-  with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
-    using T = typename decltype(tag)::type;
-    constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
-    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g, y_stride);
-  });
+  launch_act(a, y_stride, dtype, true, stream);
+}
+
+void batch_norm_stats_act(const BatchNormStatsArgs& a, const RunningStatsArgs* running, const BatchNormActArgs& act,
+                          int64_t y_stride, DType dtype, cudaStream_t stream) {
+  batch_norm_stats(a, running, dtype, stream);
+  launch_act(act, y_stride, dtype, false, stream);
 }
 
 void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream_t stream) {
@@ -766,18 +755,19 @@ void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream
     fail("batch_norm_backward: batch statistics need mean, grad_beta and grad_gamma");
   }
   const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
+  const bool sums = a.grad_beta != nullptr && a.grad_gamma != nullptr;
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    if (a.grad_beta != nullptr && a.grad_gamma != nullptr) {
-      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
+    if (sums) {
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, true);
       launch_dependent<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", blocks_of(g), kThreads, 0, stream,
                                                         a, g);
       launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
                                                            finish_blocks_of(g), kFinishThreads, 0, stream, a, g);
     }
     if (a.grad_z != nullptr) {
-      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks);
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, !sums);
       launch_dependent<backward_kernel<T, kLanes>>("batch_norm_backward", blocks_of(g), kThreads, 0, stream, a, g);
     }
   });

@@ -19,12 +19,22 @@
 //   taps:   64 pixels as one filter tap sees them (im2col mode of the copy engine)
 // The copy engine writes zeros for padding and for channels behind C. Sums are added in an order that
 // depends on the shape and the number of multiprocessors alone.
+//
+// kStats: a variant for training, without activation and residual, leaves the mean and the squared deviations of what each
+// block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
+// float, tiles of 96 and 192 channels spilled.
+//
+// Compiled in two parts, each included once: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_stats.cu.
+#pragma once
+
 #include <cuda.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
+#include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
@@ -34,6 +44,7 @@
 #include "device/numeric.cuh"
 #include "device/sm90_plan.h"
 #include "device/tensor_core.cuh"
+#include "device/tile_stats.h"
 
 // Without wgmma the kernel's body is empty, and the functions that it calls are left over.
 #pragma nv_diag_suppress 177
@@ -62,6 +73,7 @@ struct KernelArgs {
   CUtensorMap weight[kMostWeightMaps];
   Affine affine;
   Act act;
+  TileStats stats;
   PixelMode mode;
   int planes, groups, workers;  // weight stages of a block of channels
   int out_channels, blocks, last_block_steps;  // stages that the input channels take; wgmma steps in the last one
@@ -258,8 +270,186 @@ __device__ __forceinline__ float silu_of_float(float u) {
   return u * inverse;
 }
 
-// What a warp does with its 16 pixels of a finished tile.
+// Byte offset of a 16-byte chunk in the rows of a buffer, swizzled as the map of y is.
+template <int kRowBytes>
+__device__ __forceinline__ int buffer_offset(int row, int chunk) {
+  const int mask = kRowBytes == 128 ? row & 7 : kRowBytes == 64 ? (row >> 1) & 3 : kRowBytes == 32 ? (row >> 2) & 1 : 0;
+  return row * kRowBytes + (chunk ^ mask) * 16;
+}
+
+// Mean and sum of squared deviations of what a warp stores, by channel. A lane reads words of four bytes, the same columns
+// in every tile, from the buffer that the copy engine reads too: no shuffles, and two registers a channel hold all tiles
+// of the warp. Where a row has fewer words than the warp has lanes, several of them (ways) share a column and take its
+// rows in turn. The values are rounded by then: they are those that batch norm reads.
 template <class T, int kChannels>
+class WarpMoments {
+ public:
+  // The warp's pixels of a tile, for one part of its channels. rows: a bit for each that exists, at least one.
+  __device__ __forceinline__ void add(int part, const char* buffer, uint32_t rows) {
+    if (rows == kAllRows) {
+      add_rows<true>(part, buffer, rows);
+    } else {
+      add_rows<false>(part, buffer, rows);
+    }
+  }
+
+  // After the last part of a tile.
+  __device__ __forceinline__ void count(uint32_t rows) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) counts_[slot] += static_cast<float>(__popc(rows & own_rows(slot)));
+  }
+
+  // {mean, squared deviations} of all channels to shared memory, then how many pixels they are of.
+  __device__ __forceinline__ void store(float2* to) {
+    const int lane = threadIdx.x % 32;
+    join_ways();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        const int word = slot * 32 + lane;
+        if (word >= kWords) continue;
+#pragma unroll
+        for (int c = 0; c < kLanes; ++c) {
+          to[part * kStoreChannels + word * kLanes + c] = {mean_[part][slot][c], squares_[part][slot][c]};
+        }
+      }
+    }
+    if (lane == 0) to[kChannels].x = counts_[0];
+  }
+
+ private:
+  static constexpr uint32_t kAllRows = 0xffff;
+  // Rows at once. Straight code is fetched more slowly than it runs, but a loop has swizzled addresses to compute. Whole
+  // layers, us, unrolled and as a loop: 96->96 3x3 80x80 (tiles of 96) 114 and 100, 64->128 3x3/2 320x320 (64) 361 and 371.
+  static constexpr int kUnroll = kChannels == 96 || kChannels == 192 ? 4 : 16;
+  static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
+  static constexpr int kParts = kChannels / kStoreChannels;
+  static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
+  static constexpr int kLanes = 2;  // channels of a word
+  static_assert(sizeof(T) == 2);
+  static constexpr int kWords = kRowBytes / 4;
+  static constexpr int kSlots = ceil_div(kWords, 32);  // words of a lane
+  static constexpr int kLastWords = kWords - 32 * (kSlots - 1);
+  static constexpr int ways(int slot) { return slot + 1 < kSlots ? 1 : 32 / kLastWords; }
+  static_assert(ways(kSlots - 1) == 1 || 32 % kLastWords == 0);
+
+  static __device__ __forceinline__ int way(int slot) { return ways(slot) == 1 ? 0 : threadIdx.x % 32 / kLastWords; }
+  static __device__ __forceinline__ uint32_t own_rows(int slot) {
+    return (ways(slot) == 1 ? 0xffff : ways(slot) == 2 ? 0x5555 : 0x1111) << way(slot);
+  }
+
+  static __device__ __forceinline__ void widen_word(uint32_t word, float (&out)[kLanes]) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      out[0] = __uint_as_float(word << 16);
+      out[1] = __uint_as_float(word & 0xffff0000u);
+    } else {
+      widen(Lanes<T, kLanes>{word}, out);
+    }
+  }
+
+  // rcp.approx errs by one unit in the last place of a step, which is small beside the mean.
+  static __device__ __forceinline__ float reciprocal(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+  }
+
+  template <bool kAll>
+  __device__ __forceinline__ void add_rows(int part, const char* buffer, uint32_t rows) {
+    add_slot<kAll, 0>(mean_[part][0], squares_[part][0], buffer, rows);
+    if constexpr (kSlots == 2) add_slot<kAll, 1>(mean_[part][1], squares_[part][1], buffer, rows);
+    static_assert(kSlots <= 2);
+  }
+
+  // Deviations are from the mean of the tiles before. The mean then moves by their sum over the new count, and the
+  // squares lose what lies between the two means. In the first tile, the mean of its own rows stands in.
+  template <bool kAll, int kSlot>
+  __device__ __forceinline__ void add_slot(float (&mean)[kLanes], float (&squares)[kLanes], const char* buffer,
+                                           uint32_t rows) {
+    constexpr int kWays = ways(kSlot), kRows = 16 / kWays;
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));  // addresses are not worth a register over all products: 192 channels spilled
+    const int word = kSlot * 32 + (kSlot + 1 < kSlots ? lane : lane % kLastWords);
+    const char* const from = buffer + way(kSlot) * kRowBytes + word % 4 * 4;
+    const uint32_t own = rows & own_rows(kSlot);
+    // Of the i-th row of the lane; whether it exists.
+    const auto load = [&](int i, float (&value)[kLanes]) {
+      // The ways' rows lie next to each other, and are swizzled alike.
+      const int at = buffer_offset<kRowBytes>(i * kWays, word / 4);
+      widen_word(*reinterpret_cast<const uint32_t*>(from + at), value);
+      return kAll || (rows >> way(kSlot) >> i * kWays & 1);
+    };
+    const float before = counts_[kSlot], added = kAll ? kRows : static_cast<float>(__popc(own));
+    if (before == 0) {
+      float sum[kLanes] = {};
+#pragma unroll kUnroll
+      for (int i = 0; i < kRows; ++i) {
+        float value[kLanes];
+        const bool exists = load(i, value);
+#pragma unroll
+        for (int c = 0; c < kLanes; ++c) sum[c] += exists ? value[c] : 0.0f;
+      }
+      const float share = added > 0 ? reciprocal(added) : 0.0f;
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) mean[c] = finite_origin(sum[c] * share);
+    }
+    float origin[kLanes], sum[kLanes] = {};
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) origin[c] = finite_origin(mean[c]);
+#pragma unroll kUnroll
+    for (int i = 0; i < kRows; ++i) {
+      float value[kLanes];
+      const bool exists = load(i, value);
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) {
+        const float d = exists ? value[c] - origin[c] : 0.0f;
+        sum[c] += d;
+        squares[c] = fmaf(d, d, squares[c]);
+      }
+    }
+    const float all = before + added, share = all > 0 ? reciprocal(all) : 0.0f;
+#pragma unroll
+    for (int c = 0; c < kLanes; ++c) {
+      const float moved = sum[c] * share;
+      mean[c] += moved;
+      squares[c] = fmaf(-moved, sum[c], squares[c]);
+    }
+  }
+
+  // The lanes of a column, pairwise (Chan et al.).
+  __device__ __forceinline__ void join_ways() {
+    constexpr int kSlot = kSlots - 1;
+    if constexpr (ways(kSlot) > 1) {
+#pragma unroll
+      for (int apart = kLastWords; apart < 32; apart *= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, counts_[kSlot], apart), all = counts_[kSlot] + other;
+        const float each = all > 0 ? 1.0f / all : 0.0f;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+          for (int c = 0; c < kLanes; ++c) {
+            float &mean = mean_[part][kSlot][c], &squares = squares_[part][kSlot][c];
+            const float origin = finite_origin(mean), own = mean - origin;
+            const float d = __shfl_xor_sync(0xffffffffu, mean, apart) - origin;
+            const float sum = counts_[kSlot] * own + other * d;
+            squares += __shfl_xor_sync(0xffffffffu, squares, apart) + other * d * d - sum * (sum * each);
+            mean = origin + sum * each;
+          }
+        }
+        counts_[kSlot] = all;
+      }
+    }
+  }
+
+  float mean_[kParts][kSlots][kLanes] = {}, squares_[kParts][kSlots][kLanes] = {};
+  float counts_[kSlots] = {};  // rows that the lane has read
+};
+
+struct NoMoments {};
+
+// What a warp does with its 16 pixels of a finished tile.
+template <class T, int kChannels, bool kStats>
 class TileWriter {
  public:
   static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
@@ -276,6 +466,8 @@ class TileWriter {
   template <bool kSilu>
   __device__ __forceinline__ void write(const float (&sum)[kChannels / 2], const TilePosition& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    uint32_t rows = 0;
+    if constexpr (kStats) rows = rows_of(tile, warp);
 #pragma unroll
     for (int part = 0; part < kChannels / kStoreChannels; ++part) {
       const int channel = first_channel_ + part * kStoreChannels;
@@ -289,7 +481,9 @@ class TileWriter {
         } else {
           finish_floats<kSilu>(sum, part * kStoreChannels, lane, buffer);
         }
-        if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
+        if constexpr (!kStats) {
+          if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
+        }
         if (args_.store_boxes) {
           fence_for_copy_engine();
           __syncwarp();
@@ -310,7 +504,41 @@ class TileWriter {
             copy_out<1>(buffer, tile, warp, lane, channel);
           }
         }
+        if constexpr (kStats) {
+          if (rows != 0) moments_.add(part, buffer, rows);
+        }
       }
+    }
+    if constexpr (kStats) moments_.count(rows);
+  }
+
+  // The moments of all that the block has written, to args.stats. Called once, by all warps that compute; the buffers are
+  // free afterwards.
+  __device__ __forceinline__ void write_stats(const char* shared, int column) {
+    constexpr int kPitch = 2 * kBufferBytes / int(sizeof(float2));  // from one warp's moments to the next one's
+    static_assert(kPitch > kChannels);
+    const int threads = 128 * args_.workers;
+    if (threadIdx.x % 32 == 0) wait_stores_read<0>();
+    __syncwarp();
+    moments_.store(reinterpret_cast<float2*>(buffers_));
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+    const float2* const warps = reinterpret_cast<const float2*>(shared + args_.offset_output);
+    for (int c = threadIdx.x; c < kChannels && first_channel_ + c < args_.out_channels; c += threads) {
+      // Relative to the mean of the first warp, which has a pixel: differences of means are exact, a mean is not.
+      const float origin = finite_origin(warps[c].x);
+      float pixels = 0.0f, sum = 0.0f, squares = 0.0f;
+#pragma unroll 4
+      for (int warp = 0; warp < 4 * args_.workers; ++warp) {
+        const float2 moments = warps[warp * kPitch + c];
+        const float count = warps[warp * kPitch + kChannels].x, d = moments.x - origin;
+        pixels += count;
+        sum += count * d;
+        squares += moments.y + count * d * d;
+      }
+      const float share = sum / pixels;
+      args_.stats.moments[int64_t(column) * args_.out_channels + first_channel_ + c] = {origin + share,
+                                                                                        squares - sum * share};
+      if (first_channel_ + c == 0) args_.stats.counts[column] = pixels;
     }
   }
 
@@ -367,13 +595,15 @@ class TileWriter {
     }
   }
 
-  // Byte offset of a 16-byte chunk in a buffer, swizzled as the map of y is.
-  static __device__ __forceinline__ int offset(int row, int chunk) {
-    const int mask = kRowBytes == 128  ? row & 7
-                     : kRowBytes == 64 ? (row >> 1) & 3
-                     : kRowBytes == 32 ? (row >> 2) & 1
-                                       : 0;
-    return row * kRowBytes + (chunk ^ mask) * 16;
+  static __device__ __forceinline__ int offset(int row, int chunk) { return buffer_offset<kRowBytes>(row, chunk); }
+
+  // Which of the warp's 16 rows are pixels of the map: a bit each.
+  __device__ __forceinline__ uint32_t rows_of(const TilePosition& tile, int warp) const {
+    const auto bits = [](int64_t count) { return count >= 16 ? 0xffffu : count <= 0 ? 0u : (1u << count) - 1; };
+    if (args_.mode != PixelMode::kWindow) return bits(args_.pixels - (tile.pixel + 16 * warp));
+    const uint32_t row = bits(args_.out_w - tile.q) & 0xff;
+    const int p = tile.p + 2 * warp;
+    return (p < args_.out_h ? row : 0) | (p + 1 < args_.out_h ? row << 8 : 0);
   }
 
   // The output pixel in a row of this warp's buffer, or -1 behind the map.
@@ -439,6 +669,7 @@ class TileWriter {
   char* buffers_;
   int first_channel_;
   int next_ = 0;
+  [[no_unique_address]] std::conditional_t<kStats, WarpMoments<T, kChannels>, NoMoments> moments_;
 };
 
 // The products of one warpgroup's tiles. With few channels a group of products takes 100 to 150 cycles, and what a warp
@@ -610,10 +841,10 @@ class Worker {
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
 
-template <class T, int kChannels>
+template <class T, int kChannels, bool kStats>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
                                               const BlockWork& work, char* shared) {
-  TileWriter<T, kChannels> writer(args, shared, work.first_channel);
+  TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel);
   const int lag = index * args.lag_blocks;
   worker.skip(lag);
   for (int i = index; i < work.tiles; i += args.workers) {
@@ -625,7 +856,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     }
     const int tile = i * args.columns + work.column;
     const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
-    if (args.act == Act::kSilu) {
+    if (!kStats && args.act == Act::kSilu) {
       writer.template write<true>(sum, position);
     } else {
       writer.template write<false>(sum, position);
@@ -634,7 +865,11 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
   if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(args.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
-  if (threadIdx.x % 32 == 0) wait_stores_read<0>();
+  if constexpr (kStats) {
+    writer.write_stats(shared, work.column);
+  } else if (threadIdx.x % 32 == 0) {
+    wait_stores_read<0>();
+  }
 }
 
 // Scale and shift of the block's channels into shared memory, by the warps that compute.
@@ -649,7 +884,7 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
-template <class T, int kChannels>
+template <class T, int kChannels, bool kStats>
 __global__ __launch_bounds__(kMaxThreads<kChannels>,
                              1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
@@ -694,8 +929,9 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     wait_for_earlier_kernels();
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
-    compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
-                  work, shared);
+    compute_tiles<T, kChannels, kStats>(
+        args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker, work,
+        shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
@@ -899,8 +1135,13 @@ void fill_taps(KernelArgs& k, const ConvArgs& a, DType dtype, const Sm90Plan& pl
   }
 }
 
-template <class T, int kChannels>
-void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t stream) {
+int blocks_of_channel_tile(const ConvShape& s, const Sm90Plan& plan) {
+  const int64_t share = std::max(1, multiprocessor_count() / ceil_div(s.out_channels, plan.channels));
+  return static_cast<int>(std::min(share, sm90_tiles(s, plan)));
+}
+
+template <class T, int kChannels, bool kStats>
+void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileStats& stats, cudaStream_t stream) {
   constexpr int kBytes = sizeof(T), kChunk = kLanesOf16Bytes<T>;
   const ConvShape& s = a.shape;
   const Strides x = effective_strides(s, a.x_strides, kBytes);
@@ -939,6 +1180,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   }
   k.affine = a.affine;
   k.act = a.act;
+  k.stats = stats;
   k.mode = mode;
   k.workers = plan.workers;
   const int channel_tiles = ceil_div(s.out_channels, kChannels);
@@ -967,9 +1209,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   k.block_steps = plan.row_bytes / 32;
   k.resident = plan.resident;
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
-  k.tiles = mode == PixelMode::kWindow ? s.batch * tiles_h * tiles_w
-                                       : static_cast<int>(ceil_div<int64_t>(s.out_pixels(), kTilePixels));
-  k.columns = std::min(std::max(1, multiprocessor_count() / channel_tiles), k.tiles);
+  k.tiles = static_cast<int>(sm90_tiles(s, plan));
+  k.columns = blocks_of_channel_tile(s, plan);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
@@ -995,7 +1236,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   k.residual_stride = a.residual_strides.w;
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
 
-  constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels>;
+  constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kStats>;
   // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
   allow_shared_bytes(kKernel, layout.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles, "implicit_gemm_sm90");
@@ -1010,35 +1251,38 @@ constexpr bool is_built_for_hopper() {
   return false;
 }
 
-template <class T>
-void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+template <class T, bool kStats>
+void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if constexpr (is_built_for_hopper()) {
     switch (plan.channels) {
-      case 16: return launch<T, 16>(args, dtype, plan, stream);
-      case 32: return launch<T, 32>(args, dtype, plan, stream);
-      case 48: return launch<T, 48>(args, dtype, plan, stream);
-      case 64: return launch<T, 64>(args, dtype, plan, stream);
-      case 80: return launch<T, 80>(args, dtype, plan, stream);
-      case 96: return launch<T, 96>(args, dtype, plan, stream);
-      case 128: return launch<T, 128>(args, dtype, plan, stream);
-      case 192: return launch<T, 192>(args, dtype, plan, stream);
-      case 256: return launch<T, 256>(args, dtype, plan, stream);
+      case 16: return launch<T, 16, kStats>(args, dtype, plan, stats, stream);
+      case 32: return launch<T, 32, kStats>(args, dtype, plan, stats, stream);
+      case 48: return launch<T, 48, kStats>(args, dtype, plan, stats, stream);
+      case 64: return launch<T, 64, kStats>(args, dtype, plan, stats, stream);
+      case 80: return launch<T, 80, kStats>(args, dtype, plan, stats, stream);
+      case 96: return launch<T, 96, kStats>(args, dtype, plan, stats, stream);
+      case 128: return launch<T, 128, kStats>(args, dtype, plan, stats, stream);
+      case 192: return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
+      case 256: return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
       default: break;
     }
   }
   fail("implicit_gemm_sm90: this build has no kernel for tiles of ", plan.channels, " channels");
 }
 
-}  // namespace
-
-void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+template <bool kStats>
+void run(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if (args.shape.groups != 1) fail("implicit_gemm_sm90: groups=", args.shape.groups, ", only 1 is dense");
   switch (dtype) {
-    case DType::kFloat16: return choose<__half>(args, dtype, plan, stream);
-    case DType::kBFloat16: return choose<__nv_bfloat16>(args, dtype, plan, stream);
-    case DType::kFloat32: return choose<float>(args, dtype, plan, stream);
-    default: fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
+    case DType::kFloat16: return choose<__half, kStats>(args, dtype, plan, stats, stream);
+    case DType::kBFloat16: return choose<__nv_bfloat16, kStats>(args, dtype, plan, stats, stream);
+    case DType::kFloat32:
+      if constexpr (!kStats) return choose<float, kStats>(args, dtype, plan, stats, stream);
+      break;
+    default: break;
   }
+  fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
 }
 
+}  // namespace
 }  // namespace yolo12_fastconv

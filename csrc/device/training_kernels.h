@@ -1,0 +1,18 @@
+// Launchers that only a training step needs, beside those in kernels.h and gradient_kernels.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "args.h"
+
+namespace yolo12_fastconv {
+
+// batch_norm_act() whose rows of y lie y_stride >= channels elements apart. kernels/batch_norm.cu
+void batch_norm_act_strided(const BatchNormActArgs& args, int64_t y_stride, DType dtype, cudaStream_t stream);
+
+// batch_norm_stats() and, with what it gives, batch_norm_act_strided(): of the same z, rows and channels. act.affine.mean and var
+// are stats.mean and stats.var. The two passes go through z in opposite directions. kernels/batch_norm.cu
+void batch_norm_stats_act(const BatchNormStatsArgs& stats, const RunningStatsArgs* running, const BatchNormActArgs& act,
+                          int64_t y_stride, DType dtype, cudaStream_t stream);
+
+}  // namespace yolo12_fastconv
