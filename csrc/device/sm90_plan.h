@@ -42,7 +42,7 @@ constexpr int kSm90SharedBytes = 227 * 1024;
 // one image took 2.5 % longer (n, m and x, 350, 566 and 1145 us), though their set-up was hidden.
 constexpr int kSm90LeastSharedBytes = 115 * 1024;
 constexpr int kSm90MaxTaps = 25;
-// Wider tiles would need the room of their stages for the sums that blocks of a cluster exchange.
+// Half only. Wider tiles would need the room of their stages for the sums that blocks of a cluster exchange.
 constexpr int kSm90MaxSplit = 4, kSm90MaxSplitChannels = 128;
 constexpr int kSm90MaxWeightStages = 256;
 

@@ -94,7 +94,8 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
   const auto add = [&](Sm90Plan plan) {
     if (choose_stages(s, plan)) plans.push_back(plan);
     // A reduction is split where that fills multiprocessors which would be idle.
-    for (plan.split = 2; plan.split <= kSm90MaxSplit && plan.channels <= kSm90MaxSplitChannels; ++plan.split) {
+    const bool splits = plan.element_bytes == 2 && plan.channels <= kSm90MaxSplitChannels;
+    for (plan.split = 2; splits && plan.split <= kSm90MaxSplit; ++plan.split) {
       const int blocks = sm90_blocks(s, plan);
       const int64_t grid = plan.split * sm90_columns(s, plan) * ceil_div(s.out_channels, plan.channels);
       const bool all_have_some = (plan.split - 1) * sm90_split_blocks(s, plan) < blocks;

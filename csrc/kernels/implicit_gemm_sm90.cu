@@ -670,15 +670,19 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     } else {
       worker.template multiply_tile<true>(sum, first, end, true);
     }
-    if constexpr (kChannels <= kSm90MaxSplitChannels) {
-      if (args.split > 1 && !gather_sums<kChannels>(args, sum, work, index, shared)) break;
+    // No way out of the loop for single warps: what it keeps would no longer be known to be the same in all lanes.
+    bool finishes = true;
+    if constexpr (sizeof(T) == 2 && kChannels <= kSm90MaxSplitChannels) {  // float would spill
+      if (args.split > 1) finishes = gather_sums<kChannels>(args, sum, work, index, shared);
     }
-    const int tile = i * args.columns + work.column;
-    const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
-    if (args.act == Act::kSilu) {
-      writer.template write<true>(sum, position);
-    } else {
-      writer.template write<false>(sum, position);
+    if (finishes) {
+      const int tile = i * args.columns + work.column;
+      const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+      if (args.act == Act::kSilu) {
+        writer.template write<true>(sum, position);
+      } else {
+        writer.template write<false>(sum, position);
+      }
     }
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
