@@ -42,8 +42,12 @@ constexpr int kSm90SharedBytes = 227 * 1024;
 // one image took 2.5 % longer (n, m and x, 350, 566 and 1145 us), though their set-up was hidden.
 constexpr int kSm90LeastSharedBytes = 115 * 1024;
 constexpr int kSm90MaxTaps = 25;
-// Half only. Wider tiles would need the room of their stages for the sums that blocks of a cluster exchange.
-constexpr int kSm90MaxSplit = 4, kSm90MaxSplitChannels = 128;
+constexpr int kSm90MaxSplit = 4;
+// Tiles whose reduction the blocks of a cluster may share, by kernels of their own: the widths that win most by it. Wider
+// ones would need the room of their stages for the sums.
+constexpr bool sm90_can_split(int channels, int element_bytes) {
+  return element_bytes == 2 && (channels == 16 || channels == 32 || channels == 64 || channels == 128);
+}
 constexpr int kSm90MaxWeightStages = 256;
 
 // What fits the registers of a multiprocessor.

@@ -94,7 +94,7 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
   const auto add = [&](Sm90Plan plan) {
     if (choose_stages(s, plan)) plans.push_back(plan);
     // A reduction is split where that fills multiprocessors which would be idle.
-    const bool splits = plan.element_bytes == 2 && plan.channels <= kSm90MaxSplitChannels;
+    const bool splits = sm90_can_split(plan.channels, plan.element_bytes);
     for (plan.split = 2; splits && plan.split <= kSm90MaxSplit; ++plan.split) {
       const int blocks = sm90_blocks(s, plan);
       const int64_t grid = plan.split * sm90_columns(s, plan) * ceil_div(s.out_channels, plan.channels);

@@ -27,6 +27,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
@@ -157,16 +158,22 @@ struct BlockWork {
   int rank, first_block, blocks;  // in the cluster; its share of the blocks of input channels
 };
 
+template <bool kSplit>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
-  int channel_tile, rest;
-  args.by_channel_tiles.divide(cluster_index(), work.column, channel_tile);
+  int index = static_cast<int>(blockIdx.x), channel_tile, rest;
+  work.rank = work.first_block = 0;
+  work.blocks = args.blocks;
+  if constexpr (kSplit) {
+    index = cluster_index();
+    work.rank = cluster_rank();
+    work.first_block = work.rank * args.split_blocks;
+    work.blocks = min(args.split_blocks, args.blocks - work.first_block);
+  }
+  args.by_channel_tiles.divide(index, work.column, channel_tile);
   work.first_channel = channel_tile * args.tile_channels;
   args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
   args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
-  work.rank = cluster_rank();
-  work.first_block = work.rank * args.split_blocks;
-  work.blocks = min(args.split_blocks, args.blocks - work.first_block);
   return work;
 }
 
@@ -656,25 +663,22 @@ __device__ __forceinline__ bool gather_sums(const KernelArgs& args, float (&sum)
   return true;
 }
 
-template <class T, int kChannels>
+template <class T, int kChannels, bool kSplit>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
                                               const BlockWork& work, char* shared) {
   TileWriter<T, kChannels> writer(args, shared, work.first_channel);
-  const int lag = index * args.lag_blocks, first = work.first_block + lag;
-  const int end = first + work.blocks < args.blocks ? first + work.blocks : first + work.blocks - args.blocks;
+  const int lag = index * args.lag_blocks;
+  const int last = work.first_block + work.blocks, end = last == args.blocks ? 0 : last;  // split
   worker.skip(lag);
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.template multiply_tile<false>(sum, first, end, i == index);
+      worker.template multiply_tile<false>(sum, kSplit ? work.first_block : 0, kSplit ? end : 0, i == index);
     } else {
-      worker.template multiply_tile<true>(sum, first, end, true);
+      worker.template multiply_tile<true>(sum, kSplit ? work.first_block : lag, kSplit ? end : lag, true);
     }
-    // No way out of the loop for single warps: what it keeps would no longer be known to be the same in all lanes.
     bool finishes = true;
-    if constexpr (sizeof(T) == 2 && kChannels <= kSm90MaxSplitChannels) {  // float would spill
-      if (args.split > 1) finishes = gather_sums<kChannels>(args, sum, work, index, shared);
-    }
+    if constexpr (kSplit) finishes = gather_sums<kChannels>(args, sum, work, index, shared);
     if (finishes) {
       const int tile = i * args.columns + work.column;
       const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
@@ -684,6 +688,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
         writer.template write<false>(sum, position);
       }
     }
+    if constexpr (kSplit) break;  // a tile per worker
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
   if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(work.blocks);
@@ -703,7 +708,9 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
-template <class T, int kChannels>
+// kSplit: a kernel of its own, since what it adds takes the descriptors of the other's loops out of uniform registers,
+// which made them up to 20 % slower.
+template <class T, int kChannels, bool kSplit>
 __global__ __launch_bounds__(kMaxThreads<kChannels>,
                              1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
@@ -711,7 +718,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const BlockWork work = work_of_block(args);
+  const BlockWork work = work_of_block<kSplit>(args);
 
   const Ring weight_ring = {base + args.offset_barriers, args.weight_stages};
   const auto pixel_ring = [&](int worker) {
@@ -735,7 +742,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
       barrier_init(ring.filled(i), 1);
       barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
     }
-    if (args.split > 1 && !weights) {
+    if (kSplit && !weights) {
       for (int i = 0; i < 4; ++i) {
         const uint32_t sums = base + args.offset_exchange + (4 * worker + i) * 8;
         barrier_init(sums, 1);
@@ -745,7 +752,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     barrier_init_fence();
   }
   __syncthreads();
-  if (args.split > 1) cluster_arrive();
+  if constexpr (kSplit) cluster_arrive();
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -756,8 +763,8 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     wait_for_earlier_kernels();
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
-    if (args.split > 1) cluster_wait();  // the barriers of all blocks are set up
-    compute_tiles(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
+    if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
+    compute_tiles<T, kChannels, kSplit>(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
                   work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
@@ -765,7 +772,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   } else {
     load_weights(args, leads, weight_ring, base, work);
   }
-  if (args.split > 1 && warp >= 4 * args.workers) cluster_wait();
+  if (kSplit && warp >= 4 * args.workers) cluster_wait();
 #endif
 }
 
@@ -1063,11 +1070,16 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, cudaStream_t
   k.residual_stride = a.residual_strides.w;
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
 
-  constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels>;
-  // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
-  allow_shared_bytes(kKernel, layout.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, "implicit_gemm_sm90");
-  launch_clusters<kKernel>("implicit_gemm_sm90", plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  const auto start = [&]<bool kSplit>(std::bool_constant<kSplit>) {
+    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit>;
+    // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
+    allow_shared_bytes(kKernel, layout.bytes);
+    launch_clusters<kKernel>("implicit_gemm_sm90", plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  };
+  if (plan.split == 1) return start(std::false_type());
+  if constexpr (sm90_can_split(kChannels, kBytes)) return start(std::true_type());
+  fail("implicit_gemm_sm90: no kernel splits tiles of ", kChannels, " channels");
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
