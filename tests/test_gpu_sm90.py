@@ -216,9 +216,7 @@ def test_reductions_that_clusters_share(cuda, dtype, monkeypatch):
         if added is not None:
             truth, peer = truth + added.double(), peer + added
         limit = 2 * relative(peer, truth) + 1e-5
-        names = ops.kernel_candidates(
-            x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90
-        )
+        names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
         named = [name for name in names if "-split" in name]
         splits.update(name.partition("-split")[2][0] for name in named)
         for name in named[:24]:
