@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timing import Call, alternate, capture, use_tf32
 from torch import Tensor
 
-from yolo12_fastconv import ops
+from yolo12_fastconv import blocks, ops
 
 __all__ = ["alternate", "capture", "measure", "measure_ceilings", "menu_query", "use_tf32"]
 
@@ -46,7 +46,7 @@ def measure(
     A contender that has nothing for the layer, fails, or returns something else than eager has no time but a note.
     """
     inputs = case.inputs(dtype, "cuda")
-    weight = inputs.weight.contiguous(memory_format=torch.channels_last)
+    weight = as_in_a_model(inputs.weight)
     # As fuse() leaves a block: batch norm in the weights, computed in float, and a bias.
     assert inputs.gamma is not None and inputs.beta is not None
     assert inputs.mean is not None and inputs.var is not None
@@ -61,7 +61,7 @@ def measure(
         # Ultralytics' activations are in place.
         return F.silu(y, inplace=True) if case.act == "silu" else y
 
-    arguments = inputs.eval_arguments() | {"weight": weight}
+    arguments = inputs.eval_arguments() | {"x": as_in_a_model(inputs.x), "weight": weight}
     notes: dict[str, str] = {}
     facts: dict[str, dict[str, Any]] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -104,6 +104,11 @@ def measure(
         },
         "notes": notes,
     }
+
+
+def as_in_a_model(tensor: Tensor) -> Tensor:
+    """A weight with the strides that a fused block gives it, or a picture with those that the op before returns."""
+    return blocks.padded_channels_last(tensor) if tensor.shape[1] >= 8 else tensor
 
 
 def menu_query(case: cases.Case, dtype: torch.dtype, tf32: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ using namespace yolo12_fastconv;
 struct Query {
   ConvShape shape;
   int tile;  // of kGemmTiles; -1: a plan of the sm90 kernel
-  int pixels, channels, depth, mode, resident, pixel_stages, weight_stages;  // as in its name
+  int pixels, channels, depth, mode, resident, split, pixel_stages, weight_stages;  // as in its name
 };
 
 // costs: their number, then the members of TileCosts. Returns 1 if they are not as many, 2 for a plan that the layer does
@@ -32,6 +32,7 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
     if (plan.parts < 1) return 2;
     plan.mode = static_cast<PixelMode>(q.mode);
     plan.resident = q.resident;
+    plan.split = q.split;
     plan.pixel_stages = q.pixel_stages;
     plan.weight_stages = q.weight_stages;
     cycles[i] = sm90_cycles(q.shape, plan, given);

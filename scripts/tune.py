@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Times the kernels that the menu chooses among, and fits its estimates (csrc/device/tile_costs.h) to the times.
 
+Layers whose fastest kernel the estimates miss go into a table (csrc/host/tuned_layers.inc).
+
     scripts/tune.py sweep out=FILE [KEY=VALUE ...]       time the candidates of each dense layer; needs a GPU
     scripts/tune.py fit sweep=FILE[,FILE] [KEY=VALUE ...]    fit, and print what the choices lose on the best ones
 
@@ -8,7 +10,8 @@ sweep: model=n,s,m,l,x  default: all    batch=1,32  default    dtype=fp16|bf16  
        imgsz=640        default         top=N       candidates of a layer; default: all, which are 100 at most
        replays=5        default         budget=SECONDS  stop after that and write what there is; default: none
 fit:   seconds=60       of search; default          validate=True    fit half of the layers, judge by the other half
-       write=True       the constants into csrc/device/tile_costs.h; default: False, print them
+       write=True       the constants and the table; default: False, print them
+       least=0.025      what a layer of the table gains at least; default
 
 A sweep visits the layers of all models and batches in turn, the best estimates of each first, so that what a budget
 cuts off are the least promising kernels. fit needs g++ and no GPU; it starts from the constants that are there, and is
@@ -47,6 +50,7 @@ from yolo12_fastconv._arguments import Keys, UsageError, positive  # noqa: E402
 Vector = NDArray[np.float64]
 
 HEADER = ROOT / "csrc" / "device" / "tile_costs.h"
+TABLE = ROOT / "csrc" / "host" / "tuned_layers.inc"
 SOURCES = ("scripts/tile_costs.cpp", "csrc/host/tile_costs.cpp", "csrc/host/sm90_plan.cpp")
 CYCLES_PER_US = 1755
 """The clock of an H200 under load."""
@@ -67,6 +71,7 @@ class Options:
     sweep: tuple[Path, ...] = ()
     seconds: float = 60
     validate: bool = False
+    least: float = 0.025
     write: bool = False
 
 
@@ -84,6 +89,7 @@ _FIT_KEYS: Keys = {
     "sweep": (lambda text: tuple(Path(part) for part in text.split(",")), "files that sweep wrote"),
     "seconds": (bench_options.seconds_of, "seconds"),
     "validate": (bench_options.flag, "True or False"),
+    "least": (float, "a share, as in 0.025"),
     "write": (bench_options.flag, "True or False"),
 }
 
@@ -160,7 +166,8 @@ def sweep(options: Options) -> int:
         progress.show(f"batch {case.batch}: {case}, candidates from {first}")
         layer = layer_of(case)
         arguments = case.inputs(dtype, "cuda").eval_arguments()
-        arguments["weight"] = arguments["weight"].contiguous(memory_format=torch.channels_last)
+        for name in ("x", "weight"):  # as a fused model has them
+            arguments[name] = layer_timing.as_in_a_model(arguments[name])
         with torch.inference_mode():
             for name in candidates[layer][first : first + CHUNK]:
                 os.environ["YOLO12_FASTCONV_KERNEL"] = name  # the library reads it at every call
@@ -210,14 +217,14 @@ class _Query(ctypes.Structure):
                 "kernel_w",
             ),
             *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups", "tile"),
-            *("pixels", "channels", "depth", "mode", "resident", "pixel_stages", "weight_stages"),
+            *("pixels", "channels", "depth", "mode", "resident", "split", "pixel_stages", "weight_stages"),
         )
     ]
 
 
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)")
-_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(\d+)\+(\d+)")
+_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:split(\d)-)?(\d+)\+(\d+)")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
 
@@ -249,9 +256,10 @@ class Model:
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")
-        pixels, channels, depth, mode, weights, *stages = found.groups()
+        pixels, channels, depth, mode, weights, split, *stages = found.groups()
         sizes = map(int, (pixels, channels, depth))
-        return _Query(*shape, -1, *sizes, _MODES.index(mode), weights == "resident", *map(int, stages))
+        ways = _MODES.index(mode), weights == "resident", int(split or 1)
+        return _Query(*shape, -1, *sizes, *ways, *map(int, stages))
 
     def cycles(self, queries: ctypes.Array[_Query], costs: Vector) -> Vector:
         cycles = np.empty(len(queries))
@@ -274,6 +282,7 @@ class Timings:
         self.kernels = [kernel for times in layers.values() for kernel in times]
         self.us = np.array([us for times in layers.values() for us in times.values()])
         sizes = [len(times) for times in layers.values()]
+        self.sizes = sizes
         self.first = np.cumsum([0, *sizes[:-1]])
         self.owner = np.repeat(np.arange(len(sizes)), sizes)
         self.best = np.minimum.reduceat(self.us, self.first)
@@ -397,6 +406,9 @@ def fit(options: Options) -> int:
     print(regrets(timings, before))
     print("After:")
     print(regrets(timings, after))
+    table = tuned_layers(timings, after, options.least)
+    print(f"With the table of {len(table)} layers:")
+    print(regrets(timings, after))
     print(worst(timings, after))
     for name, old, new in zip(model.names, model.defaults, costs, strict=True):
         print(f"{name:20} {old:8g} -> {new:.3g}")
@@ -406,8 +418,38 @@ def fit(options: Options) -> int:
         HEADER.write_text(
             _COST.sub(lambda found: f"  double {found[1]} = {rounded[found[1]]};", text), encoding="utf-8"
         )
-        print(f"tune: wrote {records.shown(HEADER)}")
+        rows = (", ".join([*map(str, shape), f'"{name}"']) for shape, name in sorted(table.items()))
+        TABLE.write_text("".join(f"{{{row}}},\n" for row in rows), encoding="utf-8")
+        print(f"tune: wrote {records.shown(HEADER)} and {records.shown(TABLE)}")
     return 0
+
+
+def tuned_layers(timings: Timings, chosen: NDArray[np.int64], least: float) -> dict[tuple[int, ...], str]:
+    """Shapes that are `least` faster with another kernel than the chosen one, and that kernel, which becomes chosen.
+
+    A shape is (batch, input and output channels, map, filter, stride). Layers that differ in their activation have one
+    kernel: the fastest in sum.
+    """
+    shapes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, (batch, ci, co, h, w, k, s, p, _act) in enumerate(timings.layers):
+        if h == w and p == k // 2:
+            shapes[batch, ci, co, h, k, s].append(index)
+    table = {}
+    for shape, layers in shapes.items():
+        parts = [slice(timings.first[layer], timings.first[layer] + timings.sizes[layer]) for layer in layers]
+        times = [dict(zip(timings.kernels[part], timings.us[part], strict=True)) for part in parts]
+        sums = {
+            name: sum(one[name] for one in times) for name in times[0] if all(name in one for one in times)
+        }
+        if not sums:
+            continue
+        best = min(sums, key=lambda name: sums[name])
+        now = sum(timings.us[chosen[layer]] for layer in layers)
+        if now > (1 + least) * sums[best]:
+            table[shape] = best
+            for layer, part in zip(layers, parts, strict=True):
+                chosen[layer] = part.start + timings.kernels[part].index(best)
+    return table
 
 
 def regrets(timings: Timings, chosen: NDArray[np.int64]) -> str:

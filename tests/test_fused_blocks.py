@@ -422,6 +422,19 @@ def test_fused_weights_get_the_kernels_strides_and_give_them_back(monkeypatch):
     assert not any(key.startswith("_fc_") for m in model.modules() for key in vars(m))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_rows_of_odd_widths_are_whole_chunks_apart(dtype):
+    lanes = 16 // torch.empty(0, dtype=dtype).element_size()
+    for channels, kernel in ((lanes, 3), (2 * lanes, 1), (lanes + 1, 1), (3 * lanes - 1, 3)):
+        weight = torch.randn(4, channels, kernel, kernel).to(dtype)
+        kept = blocks.padded_channels_last(weight)
+        pitch = -(-channels // lanes) * lanes
+        assert torch.equal(kept, weight) and kept.stride(0) == kernel * kernel * pitch
+        assert kernel == 1 or kept.stride()[1:] == (1, kernel * pitch, pitch)
+        assert blocks.padded_channels_last(kept).data_ptr() == kept.data_ptr()
+        assert channels % lanes or kept.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_attention_is_an_option_of_training_too():
     assert training._without_defaults(dict(include=None, exclude=None, attention=True, strict=False)) == {}
     assert training._without_defaults(dict(attention=False, strict=True)) == {

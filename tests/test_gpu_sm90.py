@@ -291,3 +291,65 @@ def test_statistics_in_a_graph(cuda):
     graph.replay()
     for replayed, direct in zip(captured, ops.conv_bn_act_train(*arguments), strict=True):
         assert torch.equal(replayed, direct)
+
+
+SPLIT = [
+    (Conv((1, 192, 40, 40), 192, 3, 1, 1, 1), True),
+    (Conv((1, 512, 20, 20), 64, 3, 1, 1, 1), False),
+    (Conv((1, 512, 40, 40), 512, 3, 2, 1, 1), False),
+    (Conv((1, 1536, 20, 20), 768, 1, 1, 0, 1), True),
+    (Conv((2, 200, 13, 17), 51, 3, 1, 1, 1), True),
+    (Conv((1, 320, 9, 11), 24, 5, 1, 2, 1), False),
+    (Conv((1, 460, 20, 20), 384, 1, 1, 0, 1), False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_reductions_that_clusters_share(cuda, dtype, monkeypatch):
+    """Each way to split a reduction, whether or not the menu would choose it."""
+    problems = []
+    splits = set()
+    for index, (conv, residual) in enumerate(SPLIT):
+        (n, c, h, w), k, kernel, *numbers = conv
+        torch.manual_seed(index)
+        x = torch.randn(n, c, h, w, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
+        geometry = tuple((number,) * 2 for number in numbers)
+        truth = functional.conv2d(x.double(), weight.double(), None, *geometry)
+        peer = functional.conv2d(x, weight, None, *geometry)
+        added = torch.randn_like(peer) if residual else None
+        if added is not None:
+            truth, peer = truth + added.double(), peer + added
+        limit = 2 * relative(peer, truth) + 1e-5
+        names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
+        named = [name for name in names if "-split" in name]
+        splits.update(name.partition("-split")[2][0] for name in named)
+        for name in named[:24]:
+            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+            torch.full((1 << 20,), torch.nan, device=cuda, dtype=dtype)  # what the output is made of
+            got = ops.conv_bn_act(x, weight, None, None, added, *geometry, act="identity")
+            again = ops.conv_bn_act(x, weight, None, None, added, *geometry, act="identity")
+            error = relative(got, truth)
+            if not error <= limit or not torch.equal(got, again):
+                problems.append(f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}")
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+    assert not problems, "\n".join(problems)
+    assert splits == {"2", "3", "4"}
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_whose_padding_holds_anything(cuda, dtype, target, monkeypatch):
+    """Rows of odd widths, 16 bytes times a number apart, are read as they lie: not what is between them."""
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
+    for c, kernel in ((460, 1), (307, 1), (51, 3)):
+        geometry = ((1, 1), (kernel // 2,) * 2)
+        x = torch.randn(2, c, 20, 20, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(64, c, kernel, kernel, device=cuda, dtype=dtype) / (c * kernel**2) ** 0.5
+        rows = torch.full((64, kernel, kernel, -(-c // 8) * 8), torch.nan, device=cuda, dtype=dtype)
+        rows[..., :c] = weight.permute(0, 2, 3, 1)
+        padded = rows[..., :c].permute(0, 3, 1, 2)
+        assert torch.equal(
+            ops.conv_bn_act(x, padded, None, None, None, *geometry),
+            ops.conv_bn_act(x, weight, None, None, None, *geometry),
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import cases
 import pytest
@@ -177,7 +178,7 @@ def test_candidates_begin_with_the_choice(capability):
 def test_candidates_of_one_kernel_families():
     assert candidates(cases.Case("dw", 80, 80, 20, 20, groups=80), torch.float16, 90) == ["direct/simt"]
     assert candidates(cases.Case("fp64", 80, 80, 20, 20), torch.float64, 90) == ["direct/simt"]
-    assert len(candidates(cases.Case("sm80", 80, 80, 20, 20), torch.float16, 80)) == 10
+    assert len(candidates(cases.Case("sm80", 80, 80, 20, 20), torch.float16, 80)) == 12
 
 
 needs_sm90 = pytest.mark.skipif("9.0a" not in ops.LIBRARY.arch_list, reason="library without 9.0a")
@@ -202,6 +203,43 @@ def test_rings_are_no_longer_than_what_passes_through_them():
         if channels >= 16:  # not more blocks than multiprocessors
             assert pixel_stages <= 256 // depth, way
         assert weight_stages <= 4, way
+
+
+@needs_sm90
+def test_reductions_are_split_where_multiprocessors_would_be_idle():
+    def splits(case: cases.Case) -> set[int]:
+        found = (re.search(r"-split(\d)$", way) for way, _, _ in sm90_plans(case))
+        return {int(match[1]) for match in found if match}
+
+    taps = {"kernel": (3, 3), "padding": (1, 1)}
+    assert splits(cases.Case("four", 256, 64, 20, 20, **taps, batch=1)) == {
+        2,
+        4,
+    }  # not 2, 2 and 0 of four blocks
+    assert splits(cases.Case("three", 192, 64, 20, 20, **taps, batch=1)) == {2, 3}
+    assert not splits(cases.Case("one block", 64, 64, 20, 20, **taps, batch=1))
+    assert not splits(cases.Case("full", 256, 256, 80, 80, **taps, batch=32))
+
+
+@needs_sm90
+def test_tuned_layers_begin_with_the_kernel_that_was_timed(monkeypatch):
+    table = (Path(__file__).parent.parent / "csrc" / "host" / "tuned_layers.inc").read_text()
+    rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
+    assert len(rows) == len(table.splitlines()) > 20
+    for *sizes, name in rows:
+        batch, ci, co, size, k, stride = map(int, sizes)
+        case = cases.Case(
+            "tuned",
+            ci,
+            co,
+            size,
+            size,
+            kernel=(k, k),
+            stride=(stride,) * 2,
+            padding=(k // 2,) * 2,
+            batch=batch,
+        )
+        assert candidates(case, torch.float16, 90)[0] == candidates(case, torch.bfloat16, 90)[0] == name
 
 
 @needs_sm90

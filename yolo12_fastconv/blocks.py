@@ -327,11 +327,12 @@ def is_fused_forward(block: nn.Module, forward: Any) -> bool:
 
 
 def keep_weight_for_kernels(block: Any) -> None:
-    """Give the weight of a block without batch norm, on a GPU, the strides that the kernels read: channels_last.
+    """Give the weight of a block without batch norm, on a GPU, the strides that the kernels read.
 
-    The same Parameter with the same values in another order; `restore_weight` undoes it. Else dense k x k weights are
-    packed at every call: measured on YOLO12n, m and x (H200, fp16), 32, 36 and 60 launches, 8 to 10 % of the kernel
-    time of m and x at batch 32, and of n at batch 1.
+    Those of `padded_channels_last`: the same Parameter with the same values in another order; `restore_weight` undoes
+    it. Else dense k x k weights are packed at every call: measured on YOLO12n, m and x (H200, fp16), 32, 36 and 60
+    launches, 8 to 10 % of the kernel time of m and x at batch 32, and of n at batch 1. So are odd widths, the 1x1 of l
+    and x that read 307 and 460 channels.
 
     Only after Ultralytics' ``fuse()``: releases up to at least 8.4.60 fold batch norms with ``weight.view(...)``, which
     raises on such strides, so neither a model that may still be fused nor a file of one may have them. Nor would much
@@ -341,16 +342,28 @@ def keep_weight_for_kernels(block: Any) -> None:
     if "bn" in block._modules or type(conv) is not nn.Conv2d or conv.groups != 1:
         return
     weight = conv._parameters.get("weight")
-    if (
-        type(weight) is not Parameter
-        or not _on_gpu(weight)
-        or weight.shape[1] % 8
-        or weight.shape[2:].numel() == 1
-    ):
+    # First convolutions have kernels of their own, which read any strides.
+    if type(weight) is not Parameter or not _on_gpu(weight) or weight.shape[1] < 8:
         return
-    if not weight.is_contiguous(memory_format=torch.channels_last):
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    kept = padded_channels_last(weight.data)
+    if kept.stride() != weight.stride():
+        weight.data = kept
         block._fc_weight_kept = True
+
+
+def padded_channels_last(tensor: Tensor) -> Tensor:
+    """`tensor` (N, C, H, W) as rows of C, the rows a multiple of 16 bytes apart: channels_last where C is one.
+
+    Kernels read weights and pictures so without a copy. The tensor itself, if it lies so.
+    """
+    n, c, h, w = tensor.shape
+    lanes = 16 // tensor.element_size()
+    pitch = -(-c // lanes) * lanes
+    if pitch == c:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    if tensor.stride() == (h * w * pitch, 1, w * pitch, pitch):
+        return tensor
+    return tensor.new_zeros(n, h, w, pitch)[..., :c].permute(0, 3, 1, 2).copy_(tensor)
 
 
 def restore_weight(block: Any) -> None:

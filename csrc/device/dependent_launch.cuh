@@ -67,21 +67,37 @@ bool waits_for_earlier_kernels() {
   return state == kYes;
 }
 
-// Launches kKernel(arguments...) so that it may overlap the end of the kernel before it.
+// Launches kKernel(arguments...) so that it may overlap the end of the kernel before it, in clusters of `cluster` blocks.
 template <auto kKernel, class... Arguments>
-void launch_dependent(const char* name, unsigned int grid, unsigned int threads, size_t shared_bytes,
-                      cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_clusters(const char* name, unsigned int cluster, unsigned int grid, unsigned int threads,
+                     size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2];
+  unsigned int count = 0;
+  if (waits_for_earlier_kernels<kKernel>()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = waits_for_earlier_kernels<kKernel>() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), name);
+}
+
+// The same without clusters.
+template <auto kKernel, class... Arguments>
+void launch_dependent(const char* name, unsigned int grid, unsigned int threads, size_t shared_bytes,
+                      cudaStream_t stream, const Arguments&... arguments) {
+  launch_clusters<kKernel>(name, 1, grid, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace yolo12_fastconv

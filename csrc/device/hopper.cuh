@@ -1,4 +1,4 @@
-// The sm_90a instructions that the sm90 implicit GEMM is made of: mbarrier, bulk tensor copies (TMA), wgmma, stmatrix.
+// The sm_90a instructions that the sm90 implicit GEMM is made of: mbarrier, clusters, bulk tensor copies (TMA), wgmma, stmatrix.
 // All addresses of shared memory are 32-bit, as the instructions take them. Empty bodies for other architectures: the
 // kernel that calls them has one too.
 #pragma once
@@ -85,6 +85,55 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "r"(barrier), "r"(parity)
         : "memory");
   } while (!done);
+#endif
+}
+
+// ---- clusters -------------------------------------------------------------------------------------------------------
+
+// Without a launch in clusters each block is one of its own: rank 0, and its own index.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank = 0;
+#if YOLO12_HAS_WGMMA
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ int cluster_index() {
+  uint32_t index = 0;
+#if YOLO12_HAS_WGMMA
+  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
+#endif
+  return static_cast<int>(index);
+}
+
+// Every thread of a cluster's blocks arrives once, and may then wait until all have. After barrier_init_fence(), the
+// barriers that other blocks have set up are there behind the wait.
+__device__ __forceinline__ void cluster_arrive() {
+#if YOLO12_HAS_WGMMA
+  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if YOLO12_HAS_WGMMA
+  asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
+#endif
+}
+
+// `address` in this block's shared memory as the same place in that of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int rank) {
+#if YOLO12_HAS_WGMMA
+  asm("mapa.shared::cluster.u32 %0, %0, %1;\n" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+
+// Four floats to an address of another block; its barrier counts the 16 bytes when they are there, without a fence.
+__device__ __forceinline__ void store_in_block(uint32_t to, const float* values, uint32_t barrier) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(to),
+      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+      : "memory");
 #endif
 }
 

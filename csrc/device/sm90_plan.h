@@ -31,6 +31,7 @@ struct Sm90Plan {
   bool resident = false;  // weights of the tile's channels stay in shared memory
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
+  int split = 1;  // blocks of a cluster among which the input channels of a tile are dealt out
   bool operator==(const Sm90Plan&) const = default;
 };
 
@@ -41,6 +42,12 @@ constexpr int kSm90SharedBytes = 227 * 1024;
 // one image took 2.5 % longer (n, m and x, 350, 566 and 1145 us), though their set-up was hidden.
 constexpr int kSm90LeastSharedBytes = 115 * 1024;
 constexpr int kSm90MaxTaps = 25;
+constexpr int kSm90MaxSplit = 4;
+// Tiles whose reduction the blocks of a cluster may share, by kernels of their own: the widths that win most by it. Wider
+// ones would need the room of their stages for the sums.
+constexpr bool sm90_can_split(int channels, int element_bytes) {
+  return element_bytes == 2 && (channels == 16 || channels == 32 || channels == 64 || channels == 128);
+}
 constexpr int kSm90MaxWeightStages = 256;
 
 // What fits the registers of a multiprocessor.
@@ -97,16 +104,26 @@ inline int sm90_weight_stage_bytes(const ConvShape& s, const Sm90Plan& p) {
   return sm90_group_taps(s, p) * p.channels * p.row_bytes;
 }
 
+// Split reductions: a warp's sums of 16 pixels as another block of the cluster sends them, and the place for all that a
+// block is sent, behind a barrier for each of its warps. Warp w of every worker is finished by block w % split.
+constexpr int kSm90ExchangeBarrierBytes = 128;
+inline int sm90_sums_bytes(const Sm90Plan& p) { return 16 * p.channels * 4; }
+inline int sm90_exchange_bytes(const Sm90Plan& p) {
+  if (p.split == 1) return 0;
+  return kSm90ExchangeBarrierBytes + p.workers * ceil_div(4, p.split) * (p.split - 1) * sm90_sums_bytes(p);
+}
+
 // The parts of shared memory in the order in which they lie.
 struct Sm90Layout {
-  int pixels, output, affine, barriers, bytes;  // offsets; weights begin at 0
+  int pixels, output, exchange, affine, barriers, bytes;  // offsets; weights begin at 0
 };
 inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   Sm90Layout l;
   l.pixels = p.weight_stages * sm90_weight_stage_bytes(s, p);
   l.output = l.pixels + p.workers * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
   l.output = (l.output + 1023) / 1024 * 1024;
-  l.affine = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels, p.element_bytes) * p.element_bytes;
+  l.exchange = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels, p.element_bytes) * p.element_bytes;
+  l.affine = l.exchange + sm90_exchange_bytes(p);
   l.barriers = l.affine + p.channels * 8;
   // 1x1: as many as if each of its parts had a stage (see launch() of the kernel).
   const int weight_barriers = p.weight_stages * (p.mode == PixelMode::kRows ? sm90_group_taps(s, p) : 1);
@@ -127,12 +144,16 @@ int sm90_row_bytes(const ConvShape& shape, int element_bytes);
 inline int sm90_blocks(const ConvShape& s, const Sm90Plan& p) {
   return ceil_div(s.in_channels * p.element_bytes, p.row_bytes * p.parts);
 }
-// Tiles of pixels, and blocks per tile of channels among which they are dealt out.
+// The same of each block of a cluster; the last one may have fewer.
+inline int sm90_split_blocks(const ConvShape& s, const Sm90Plan& p) { return ceil_div(sm90_blocks(s, p), p.split); }
+// Tiles of pixels, and blocks (or clusters) per tile of channels among which they are dealt out.
 inline int64_t sm90_tiles(const ConvShape& s, const Sm90Plan& p) {
   return p.mode == PixelMode::kWindow ? int64_t(s.batch) * ceil_div(s.out_h, 8) * ceil_div(s.out_w, 8)
                                       : ceil_div<int64_t>(s.out_pixels(), 64);
 }
+// Split: a tile per worker, since what is sent waits in shared memory until the receiver is ready, which it is once.
 inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
+  if (p.split > 1) return ceil_div<int64_t>(sm90_tiles(s, p), p.workers);
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 

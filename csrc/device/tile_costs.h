@@ -33,6 +33,8 @@ struct TileCosts {
   double shared_read = 24.7;  // A of a wgmma through shared memory; B adds a quarter per channel
   double lagging_finish = 0.0776;  // streamed, workers one after the other: share of the epilogue that shows
   double shared_finish = 0.363;  // streamed, workers in step: of each other's stores
+  double split = 1500;  // clusters that share a reduction: set-up and exchange
+  double split_bytes = 16;  //   and sums that a block gets, per cycle
   // sm80.
   double gemm_set_up = 314;  // as set_up
   double gemm_alone = 259;  // more where a block of the next kernel does not fit beside this one's

@@ -147,7 +147,8 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
 Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
   const ConvShape& s = shape_;
   const KernelChoice choice = choose();
-  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2;
+  // Not where the blocks of a cluster share a tile: few tiles, of which statistics are cheap.
+  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2 && choice.sm90.split == 1;
   if (!takes_stats || s.out_pixels() == 0 || s.out_channels == 0) {
     return run(bias, Act::kIdentity, std::nullopt);
   }
@@ -226,10 +227,11 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, c
     args.x = x.const_data_ptr();
     args.x_strides = strides_of(x);
   }
-  // Weights in rows (R, S, C) of whole chunks: as they lie if they are channels_last (or 1x1) in the compute dtype.
+  // Weights in rows (R, S, C), each tap's channels padded to whole chunks: as they lie if they are channels_last (or 1x1)
+  // in the compute dtype and C is whole, or have such strides. What lies in the padding is not read.
   const Strides w = strides_of(weight_);
   const int64_t taps = int64_t(s.kernel_h) * s.kernel_w;
-  const bool ready = dtype_of(weight_.scalar_type()) == dtype_ && padded == s.in_channels && w.c == 1 &&
+  const bool ready = dtype_of(weight_.scalar_type()) == dtype_ && (w.c == 1 || s.in_channels == 1) &&
                      w.n == taps * padded && (taps == 1 || (w.w == padded && w.h == int64_t(s.kernel_w) * padded)) &&
                      reinterpret_cast<uintptr_t>(weight_.const_data_ptr()) % 16 == 0;
   if (!ready) {

@@ -35,13 +35,13 @@ bool choose_stages(const ConvShape& s, Sm90Plan& p) {
   const int planes = window ? std::min(s.stride_h, s.kernel_h) * std::min(s.stride_w, s.kernel_w) : 1;
   // What a worker fills in its life, and what the block streams: stages beyond them would never be filled.
   const int64_t rounds = ceil_div<int64_t>(ceil_div(sm90_tiles(s, p), sm90_columns(s, p)), p.workers);
-  const int64_t tile_blocks = rounds * sm90_blocks(s, p);
+  const int64_t tile_blocks = rounds * sm90_split_blocks(s, p);
   const int most_pixels = static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
   const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * groups));
   // Two where a stage lasts for several products, and enough of them to cover a latency.
   const int least = std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);
   if (p.resident) {
-    const int steps = sm90_blocks(s, p) * groups;
+    const int steps = sm90_split_blocks(s, p) * groups;
     if (steps > kSm90MaxWeightStages) return false;
     p.weight_stages = steps;
     for (p.pixel_stages = most_pixels; p.pixel_stages >= least; --p.pixel_stages) {
@@ -93,6 +93,14 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
   }
   const auto add = [&](Sm90Plan plan) {
     if (choose_stages(s, plan)) plans.push_back(plan);
+    // A reduction is split where that fills multiprocessors which would be idle.
+    const bool splits = sm90_can_split(plan.channels, plan.element_bytes);
+    for (plan.split = 2; splits && plan.split <= kSm90MaxSplit; ++plan.split) {
+      const int blocks = sm90_blocks(s, plan);
+      const int64_t grid = plan.split * sm90_columns(s, plan) * ceil_div(s.out_channels, plan.channels);
+      const bool all_have_some = (plan.split - 1) * sm90_split_blocks(s, plan) < blocks;
+      if (all_have_some && grid <= kMultiprocessors && choose_stages(s, plan)) plans.push_back(plan);
+    }
   };
   Sm90Plan plan;
   plan.element_bytes = element_bytes;
@@ -127,7 +135,7 @@ std::string sm90_name(const Sm90Plan& p) {
   const char* mode[] = {"rows", "window", "taps"};
   name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
        << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
-       << p.pixel_stages << "+" << p.weight_stages;
+       << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }
 

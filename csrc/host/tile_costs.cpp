@@ -34,9 +34,10 @@ double overlapped(std::initializer_list<double> cycles, const TileCosts& c) {
 }  // namespace
 
 double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
-  const int taps = s.kernel_h * s.kernel_w, blocks = sm90_blocks(s, p);
+  const int taps = s.kernel_h * s.kernel_w, blocks = sm90_split_blocks(s, p);
   const int channel_tiles = ceil_div(s.out_channels, p.channels);
-  const double row = round_up(s.in_channels * p.element_bytes, 16);
+  const double share = double(blocks) / sm90_blocks(s, p);  // of the input channels
+  const double row = share * round_up(s.in_channels * p.element_bytes, 16);
   double pixel_bytes, pixel_stages;  // per tile
   if (p.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
@@ -56,7 +57,7 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   const double waves = ceil_div(channel_tiles, kMultiprocessors);
   // Of 32 bytes each, and each as long: TF32 takes twice as many as half.
   const double steps =
-      p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : taps * ceil_div(s.in_channels * p.element_bytes, 32);
+      p.parts > 1 ? blocks * p.parts * p.row_bytes / 32 : share * taps * ceil_div(s.in_channels * p.element_bytes, 32);
   const double products = steps * std::max(p.channels / 2.0, c.shared_read + p.channels / 4.0);
   const double instructions = p.resident
                                   ? c.pixel_stage * pixel_stages + c.weight_stage * weight_stages
@@ -93,7 +94,8 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
   const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
-  return set_up + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
+  const double exchange = p.split > 1 ? c.split + sm90_exchange_bytes(p) / c.split_bytes : 0;
+  return set_up + exchange + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
 }
 
 double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c) {

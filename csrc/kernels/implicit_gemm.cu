@@ -5,7 +5,7 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s), at most 16 x 16. x: NHWC, element strides, channel stride 1, rows
 // 16-byte aligned (a channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S,
-// C rounded up to 16 bytes), zero-filled. y: NHWC, dense. half or bfloat16 in and out, float sums; float in and out with
+// C rounded up to 16 bytes), the rest unread. y: NHWC, dense. half or bfloat16 in and out, float sums; float in and out with
 // TF32 products.
 //
 // One block computes a tile of pixels x channels. The reduction runs over 16-byte chunks of (tap, channel), tap by tap,
@@ -161,11 +161,11 @@ class TileLoader {
       copy_async(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0 ? bytes_ : 0);
     }
     const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
-    const int limit = chunk_ < args_.chunks ? channels_left_ : 0;
 #pragma unroll
     for (int i = 0; i < Config::kChannelPasses; ++i) {
       if (is_past<Config::kChannels>(i)) break;
-      copy_async(channels + i * kPassBytes, weight_ + i * weight_step_, i * Config::kRowsPerPass < limit ? 16 : 0);
+      copy_async(channels + i * kPassBytes, weight_ + i * weight_step_,
+                 i * Config::kRowsPerPass < channels_left_ ? bytes_ : 0);
     }
     commit_async_copies();
 
@@ -394,14 +394,15 @@ __device__ __forceinline__ Chunk<typename Config::T> take_chunk(const char* out,
   return value;
 }
 
-// The tile from shared to global memory, 16 bytes at a time where rows of y are 16-byte aligned, plus the residual. As in
-// stock, the activated value is rounded before the residual is added.
+// The tile from shared to global memory, 16 bytes at a time where rows of y are 16-byte aligned (y itself is), but for the
+// last channels of an odd width; plus the residual. As in stock, the activated value is rounded before the residual is
+// added.
 template <class Config, bool kSilu>
 __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out, const ScaleShift<float>* affine,
                                            int64_t first_pixel, int first_channel) {
   using T = typename Config::T;
   constexpr int kRowChunks = Config::kChannels / Config::kLanes;
-  const bool vectors = args.out_channels % Config::kLanes == 0 && args.y_stride % Config::kLanes == 0;
+  const bool aligned = args.y_stride % Config::kLanes == 0;
 #pragma unroll 4
   for (int index = threadIdx.x; index < Config::kPixels * kRowChunks; index += Config::kThreads) {
     const int row = index / kRowChunks, column = index % kRowChunks * Config::kLanes;
@@ -411,7 +412,7 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
     Chunk<T> value = take_chunk<Config, kSilu>(out, affine, row, column);
     T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
     const T* residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
-    if (vectors) {
+    if (aligned && channel + Config::kLanes <= args.out_channels) {
       if (args.residual != nullptr) {
         Chunk<T> added;
         if (args.residual_vectors) {

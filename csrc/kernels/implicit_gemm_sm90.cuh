@@ -5,7 +5,7 @@
 //
 // m: output pixel (n, p, q). t: filter tap (r, s). x: NHWC, element strides, channel stride 1, rows 16-byte aligned (a
 // channel slice of a wider tensor is fine); pixels outside the image read as zero. w: packed, (K, R * S, C rounded up
-// to 16 bytes), zero-filled. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
+// to 16 bytes), the rest unread. y: NHWC, pixels y_stride apart. half or bfloat16 in and out, float sums; float in and out
 // with products in TF32.
 //
 // One block per multiprocessor computes tiles of 64 pixels x kChannels output channels, always of the same channels.
@@ -19,6 +19,9 @@
 //   taps:   64 pixels as one filter tap sees them (im2col mode of the copy engine)
 // The copy engine writes zeros for padding and for channels behind C. Sums are added in an order that
 // depends on the shape and the number of multiprocessors alone.
+//
+// Where tiles are few, the blocks of a cluster share the input channels of the same tiles (`split`), and each finishes
+// some of their pixels with the sums that the others send into its shared memory.
 //
 // kStats: a variant for training, without activation and residual, leaves the mean and the squared deviations of what each
 // block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
@@ -86,9 +89,10 @@ struct KernelArgs {
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
   int store_lanes;  // without boxes: channels that are stored at once
-  int tiles, columns;  // pixel tiles; blocks per channel tile
+  int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
+  int split, split_blocks;  // blocks of a cluster, and of the input channels that each has
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
-  int offset_pixels, offset_output, offset_affine, offset_barriers;
+  int offset_pixels, offset_output, offset_exchange, offset_affine, offset_barriers;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
   int64_t pixels;
   int tile_channels;
@@ -162,12 +166,22 @@ struct Ring {
 struct BlockWork {
   int first_channel, column, tiles;
   int rounds;  // of tiles for all workers
+  int rank, first_block, blocks;  // in the cluster; its share of the blocks of input channels
 };
 
+template <bool kSplit>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
-  int channel_tile, rest;
-  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), work.column, channel_tile);
+  int index = static_cast<int>(blockIdx.x), channel_tile, rest;
+  work.rank = work.first_block = 0;
+  work.blocks = args.blocks;
+  if constexpr (kSplit) {
+    index = cluster_index();
+    work.rank = cluster_rank();
+    work.first_block = work.rank * args.split_blocks;
+    work.blocks = min(args.split_blocks, args.blocks - work.first_block);
+  }
+  args.by_channel_tiles.divide(index, work.column, channel_tile);
   work.first_channel = channel_tile * args.tile_channels;
   args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
   args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
@@ -188,8 +202,8 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
   for (int i = worker; i < work.tiles; i += args.workers) {
     const TilePosition t = position_of(args, i * args.columns + work.column);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
-    int block = worker * args.lag_blocks;
-    for (int step = 0; step < args.blocks; ++step) {
+    int block = work.first_block + worker * args.lag_blocks;
+    for (int step = 0; step < work.blocks; ++step) {
       const int channel = block * args.block_channels, column = block * args.block_columns;
 #pragma unroll 1
       for (int j = 0; j < args.planes; ++j) {
@@ -227,9 +241,9 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                              const BlockWork& work) {
   RingPosition at;
-  const int steps = (args.resident ? 1 : work.rounds) * args.blocks + (args.workers - 1) * args.lag_blocks;
+  const int steps = (args.resident ? 1 : work.rounds) * work.blocks + (args.workers - 1) * args.lag_blocks;
   bool waits = true;
-  int block = 0;
+  int block = work.first_block;
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.groups; ++i) {
       const TapGroup group = args.group[i];
@@ -690,14 +704,15 @@ class Worker {
         weight_layout_(descriptor_layout(args.row_bytes, 8 * args.row_bytes)),
         signals_(threadIdx.x % 32 == 0) {}
 
-  // All products of a tile, from block `first` of the input channels on, round. Resident weights lie in shared memory in
+  // Products of a tile, from block `first` of the input channels to the one before `end`, round: all if it is the same,
+  // never none. Resident weights lie in shared memory in
   // the order of use, with `wait` if they may still be on their way; streamed ones come through their ring.
   template <bool kStreamed>
-  __device__ __forceinline__ void multiply_tile(float (&sum)[kChannels / 2], int first, bool wait) {
+  __device__ __forceinline__ void multiply_tile(float (&sum)[kChannels / 2], int first, int end, bool wait) {
     switch (args_.block_steps) {
-      case 4: return multiply_blocks<kStreamed, 4>(sum, first, wait);
-      case 2: return multiply_blocks<kStreamed, 2>(sum, first, wait);
-      default: return multiply_blocks<kStreamed, 1>(sum, first, wait);
+      case 4: return multiply_blocks<kStreamed, 4>(sum, first, end, wait);
+      case 2: return multiply_blocks<kStreamed, 2>(sum, first, end, wait);
+      default: return multiply_blocks<kStreamed, 1>(sum, first, end, wait);
     }
   }
 
@@ -712,7 +727,7 @@ class Worker {
 
  private:
   template <bool kStreamed, int kSteps>
-  __device__ __forceinline__ void multiply_blocks(float (&sum)[kChannels / 2], int first, bool wait) {
+  __device__ __forceinline__ void multiply_blocks(float (&sum)[kChannels / 2], int first, int end, bool wait) {
     if constexpr (!kStreamed) weight_at_ = {};
     uint32_t emptied = 0;
     release_pixels_ = release_weights_ = 0;
@@ -757,7 +772,7 @@ class Worker {
         pixel_at_.advance(pixel_ring_.stages);
       } while (++i < args_.planes);
       if (++block == args_.blocks) block = 0;
-    } while (block != first);
+    } while (block != end);
     wgmma_wait<0>();
     barrier_arrive_if(emptied, release_pixels_);
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
@@ -841,29 +856,72 @@ class Worker {
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
 
-template <class T, int kChannels, bool kStats>
+// Split reductions: the sums of a warp's 16 pixels go to the block of the cluster that finishes them, and are added in the
+// order of the blocks' ranks, its own first. Returns whether it is this block.
+template <int kChannels>
+__device__ __forceinline__ bool gather_sums(const KernelArgs& args, float (&sum)[kChannels / 2], const BlockWork& work,
+                                            int worker, char* shared) {
+  constexpr int kSumsBytes = 16 * kChannels * 4, kStep = 32 * 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, others = args.split - 1;
+  const int turn = warp >= args.split, owner = turn ? warp - args.split : warp;
+  const int turns = args.split == 4 ? 1 : 2;  // warps of a worker that a block finishes, at most
+  const int barrier = args.offset_exchange + (4 * worker + warp) * 8;
+  int sums =
+      args.offset_exchange + kSm90ExchangeBarrierBytes + lane * 16 + (worker * turns + turn) * others * kSumsBytes;
+  if (work.rank != owner) {
+    const int slot = work.rank - (work.rank > owner);
+    const uint32_t base = shared_address(shared);
+    const uint32_t to = address_in_block(base + sums + slot * kSumsBytes, owner);
+    const uint32_t filled = address_in_block(base + barrier, owner);
+#pragma unroll
+    for (int i = 0; i < kChannels / 8; ++i) store_in_block(to + i * kStep, sum + 4 * i, filled);
+    return false;
+  }
+  barrier_wait(shared_address(shared) + barrier, 0);
+#pragma unroll 1
+  for (int other = 0; other < others; ++other) {
+#pragma unroll
+    for (int i = 0; i < kChannels / 8; ++i) {
+      const float4 part = *reinterpret_cast<const float4*>(shared + sums + i * kStep);
+      sum[4 * i] += part.x;
+      sum[4 * i + 1] += part.y;
+      sum[4 * i + 2] += part.z;
+      sum[4 * i + 3] += part.w;
+    }
+    sums += kSumsBytes;
+  }
+  return true;
+}
+
+template <class T, int kChannels, bool kSplit, bool kStats>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
                                               const BlockWork& work, char* shared) {
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel);
   const int lag = index * args.lag_blocks;
+  const int last = work.first_block + work.blocks, end = last == args.blocks ? 0 : last;  // split
   worker.skip(lag);
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
-      worker.template multiply_tile<false>(sum, 0, i == index);
+      worker.template multiply_tile<false>(sum, kSplit ? work.first_block : 0, kSplit ? end : 0, i == index);
     } else {
-      worker.template multiply_tile<true>(sum, lag, true);
+      worker.template multiply_tile<true>(sum, kSplit ? work.first_block : lag, kSplit ? end : lag, true);
     }
-    const int tile = i * args.columns + work.column;
-    const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
-    if (!kStats && args.act == Act::kSilu) {
-      writer.template write<true>(sum, position);
-    } else {
-      writer.template write<false>(sum, position);
+    bool finishes = true;
+    if constexpr (kSplit) finishes = gather_sums<kChannels>(args, sum, work, index, shared);
+    if (finishes) {
+      const int tile = i * args.columns + work.column;
+      const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+      if (!kStats && args.act == Act::kSilu) {
+        writer.template write<true>(sum, position);
+      } else {
+        writer.template write<false>(sum, position);
+      }
     }
+    if constexpr (kSplit) break;  // a tile per worker
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
-  if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(args.blocks);
+  if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(work.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if constexpr (kStats) {
     writer.write_stats(shared, work.column);
@@ -884,7 +942,9 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
-template <class T, int kChannels, bool kStats>
+// kSplit: a kernel of its own, since what it adds takes the descriptors of the other's loops out of uniform registers,
+// which made them up to 20 % slower.
+template <class T, int kChannels, bool kSplit, bool kStats>
 __global__ __launch_bounds__(kMaxThreads<kChannels>,
                              1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
@@ -892,7 +952,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const BlockWork work = work_of_block(args);
+  const BlockWork work = work_of_block<kSplit>(args);
 
   const Ring weight_ring = {base + args.offset_barriers, args.weight_stages};
   const auto pixel_ring = [&](int worker) {
@@ -916,9 +976,17 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
       barrier_init(ring.filled(i), 1);
       barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
     }
+    if (kSplit && !weights) {
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t sums = base + args.offset_exchange + (4 * worker + i) * 8;
+        barrier_init(sums, 1);
+        barrier_expect(1, sums, (args.split - 1) * 16 * kChannels * 4);
+      }
+    }
     barrier_init_fence();
   }
   __syncthreads();
+  if constexpr (kSplit) cluster_arrive();
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -929,7 +997,8 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     wait_for_earlier_kernels();
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
-    compute_tiles<T, kChannels, kStats>(
+    if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
+    compute_tiles<T, kChannels, kSplit, kStats>(
         args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker, work,
         shared);
   } else if (warp < 5 * args.workers) {
@@ -938,6 +1007,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   } else {
     load_weights(args, leads, weight_ring, base, work);
   }
+  if (kSplit && warp >= 4 * args.workers) cluster_wait();
 #endif
 }
 
@@ -1046,17 +1116,17 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
   return map;
 }
 
-// Map of the packed weights, (K, R * S, padded C): boxes of `channels` output channels for `rows` x `columns` filter taps
+// Map of the weights, (K, R * S, C), rows of C padded to 16 bytes: boxes of `channels` output channels for `rows` x `columns` filter taps
 // that are `step` apart.
 CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int rows, int columns, int step_h,
                        int step_w) {
   const ConvShape& s = a.shape;
   const CUtensorMapDataType type = operand_type(dtype);
-  const auto c = static_cast<cuuint64_t>(round_up(s.in_channels, 16 / plan.element_bytes)),
-             k = static_cast<cuuint64_t>(s.out_channels);
+  const auto c = static_cast<cuuint64_t>(s.in_channels), k = static_cast<cuuint64_t>(s.out_channels);
   const auto block = static_cast<cuuint32_t>(plan.row_bytes / plan.element_bytes),
              channels = static_cast<cuuint32_t>(plan.channels);
-  const cuuint64_t tap = c * plan.element_bytes, row = tap * s.kernel_w, filter = row * s.kernel_h;
+  const cuuint64_t tap = round_up(s.in_channels, 16 / plan.element_bytes) * plan.element_bytes, row = tap * s.kernel_w,
+                   filter = row * s.kernel_h;
   const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   if (plan.mode == PixelMode::kRows && columns > 1) {  // blocks of channels in the place of columns
     return tiled_map<4>("weight", type, a.weight, {block, k, c / block, 1},
@@ -1210,10 +1280,13 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.resident = plan.resident;
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = static_cast<int>(sm90_tiles(s, plan));
-  k.columns = blocks_of_channel_tile(s, plan);
+  k.split = plan.split;
+  k.split_blocks = sm90_split_blocks(s, plan);
+  k.columns = plan.split > 1 ? ceil_div(k.tiles, plan.workers) : blocks_of_channel_tile(s, plan);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
+  k.offset_exchange = layout.exchange;
   k.offset_affine = layout.affine;
   k.offset_barriers = layout.barriers;
   k.out_h = s.out_h;
@@ -1236,11 +1309,16 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.residual_stride = a.residual_strides.w;
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
 
-  constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kStats>;
-  // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
-  allow_shared_bytes(kKernel, layout.bytes);
-  const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles, "implicit_gemm_sm90");
-  launch_dependent<kKernel>("implicit_gemm_sm90", grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, "implicit_gemm_sm90");
+  const auto start = [&]<bool kSplit>(std::bool_constant<kSplit>) {
+    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats>;
+    // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
+    allow_shared_bytes(kKernel, layout.bytes);
+    launch_clusters<kKernel>("implicit_gemm_sm90", plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+  };
+  if (plan.split == 1) return start(std::false_type());
+  if constexpr (!kStats && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
+  fail("implicit_gemm_sm90: no kernel splits tiles of ", kChannels, " channels");
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
