@@ -764,8 +764,9 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     // While the first stages are on their way.
     fold_channels<T, kChannels>(args, shared, work.first_channel);
     if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
-    compute_tiles<T, kChannels, kSplit>(args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker,
-                  work, shared);
+    compute_tiles<T, kChannels, kSplit>(
+        args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker, work,
+        shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
