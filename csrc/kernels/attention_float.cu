@@ -29,7 +29,6 @@ constexpr int kPartBytes = kStepKeys * kRowBytes, kStepBytes = 4 * kPartBytes;
 constexpr int kChunkBytes = kChunkSteps * kStepBytes;
 // Keys and values as they come: 8 pieces of 16 bytes of every thread, which is the only one to read them.
 constexpr int kRawPieces = 8, kRawBytes = kRawPieces * kThreads * 16;
-constexpr int kSharedBytes = 2 * kChunkBytes + kRawBytes;
 // A weight is exp2(logit - reference). A reference is kNominal below the largest logit so far, and moves when the weights of
 // a row that a lane has in a step reach kMostWeight together. The difference is as exact as one to the largest logit.
 constexpr float kNominal = 9.0f, kMostWeight = 32768.0f;
@@ -87,6 +86,11 @@ struct Indices {
   int split;  // which of the blocks with this area and head
   int turn;  // of the warps: which one has none must not always be that of the same scheduler
 };
+
+// Shared memory: two buffers, raw pieces, scales of the steps in both buffers, indices. Over 48 KiB, so all of it dynamic.
+constexpr int kRawOffset = 2 * kChunkBytes, kScaleOffset = kRawOffset + kRawBytes;
+constexpr int kIndexOffset = kScaleOffset + 2 * kChunkSteps * int(sizeof(float2));
+constexpr int kSharedBytes = kIndexOffset + int(sizeof(Indices));
 
 __device__ __forceinline__ Indices indices_of_block(const AttentionShape& s, int splits) {
   const int group = blockIdx.x / splits, sequence = group / s.heads, picture = sequence / s.areas;
@@ -340,7 +344,8 @@ struct Rows {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        sums[t][h] = (weights[t][0][2 * h] + weights[t][0][2 * h + 1]) + (weights[t][1][2 * h] + weights[t][1][2 * h + 1]);
+        sums[t][h] =
+            (weights[t][0][2 * h] + weights[t][0][2 * h + 1]) + (weights[t][1][2 * h] + weights[t][1][2 * h + 1]);
         beyond |= sums[t][h] >= kMostWeight;
       }
     }
@@ -448,12 +453,12 @@ template <int kTiles, int kResident>
 __global__ __launch_bounds__(kThreads, kResident < kMostBlocks ? kResident : kMostBlocks) void attention_float_kernel(
     const AttentionArgs args, const int splits) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ Indices indices;
-  __shared__ float2 scales[2 * kChunkSteps];
+  float2* const scales = reinterpret_cast<float2*>(shared + kScaleOffset);
+  Indices& indices = *reinterpret_cast<Indices*>(shared + kIndexOffset);
   if (threadIdx.x == 0) indices = indices_of_block(args.shape, splits);
   __syncthreads();
   const Place place{args, indices};
-  const Keys keys{place, shared_address(shared), shared_address(shared) + 2 * kChunkBytes, scales};
+  const Keys keys{place, shared_address(shared), shared_address(shared) + kRawOffset, scales};
   const int length = args.shape.length;
   // The rows of a block's warps lie `splits` apart: 13 times 32 rows in 4 blocks are 4 + 3 + 3 + 3, not 4 + 4 + 4 + 1.
   const auto first_query = [&] {
