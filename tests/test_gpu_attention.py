@@ -230,6 +230,16 @@ def test_float32_keeps_its_range(cuda, magnitude):
     judge(check(qkv, 2, 1, "float32"))
 
 
+@pytest.mark.parametrize("part", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("factor", [1e-5, 1e3, 1e5])
+def test_float32_beside_a_pixel_of_another_size(cuda, part, factor):
+    """Queries, keys and values that the kernel scales together are as accurate as stock's whatever their sizes."""
+    for batch in (1, 40):
+        qkv = make(batch, 2, (20, 20), "float32", cuda)
+        qkv.unflatten(1, (2, 3, 32))[:, :, part, :, 3, 4] *= factor
+        judge(check(qkv, 2, 1, "float32"))
+
+
 @pytest.mark.parametrize(("precision", "limit"), [("float16", 2e-3), ("float32", 1e-5)])
 def test_logsumexp(cuda, precision, limit):
     for size, area in (((20, 20), 4), ((20, 34), 1), ((1, 1), 1)):
