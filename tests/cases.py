@@ -368,6 +368,7 @@ def _awkward() -> list[Case]:
         Case("residual-identity", 32, 32, 11, 10, residual=True, act="identity"),
         Case("residual-odd-channels", 13, 13, 7, 9, residual=True, bias=True, bn=False, **k3),
         Case("residual-depthwise", 24, 24, 11, 10, residual=True, groups=24, **k3),
+        Case("residual-depthwise-7x7", 40, 40, 13, 23, residual=True, groups=40, act="identity", **k7),
         Case("classifier-eps", 32, 32, 7, 7, eps=1e-5),
         # Numbers: a large mean beside a small variance, and values near both ends of half precision.
         Case("large-mean", 16, 32, 12, 12, x_mean=20.0, x_std=0.05),

@@ -230,6 +230,25 @@ def test_float32_keeps_its_range(cuda, magnitude):
     judge(check(qkv, 2, 1, "float32"))
 
 
+@pytest.mark.parametrize("part", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("factor", [1e-5, 1e3, 1e5])
+def test_float32_beside_a_pixel_of_another_size(cuda, part, factor):
+    """Queries, keys and values that the kernel scales together, of very different sizes.
+
+    Terms 1000 times larger than their sum cancel in some logits: operands of 22 bits instead of 24 show there, so the
+    factor of the error rule is doubled.
+    """
+    for batch in (1, 40):
+        qkv = make(batch, 2, (20, 20), "float32", cuda)
+        qkv.unflatten(1, (2, 3, 32))[:, :, part, :, 3, 4] *= factor
+        stock, truth = (reference.area_attention(t, 2, 1, 32**-0.5)[0] for t in (qkv, qkv.double()))
+        op_checks.poison([stock, qkv])
+        ours = ops.area_attention(qkv, 2, 1)
+        floor = error_rule.tolerances().floor("y", "float32", 400)
+        compared = error_rule.compare(ours, stock, truth, floor, factor=4)
+        assert compared.ok, f"ours {compared.ours} stock {compared.stock} {compared.problem}"
+
+
 @pytest.mark.parametrize(("precision", "limit"), [("float16", 2e-3), ("float32", 1e-5)])
 def test_logsumexp(cuda, precision, limit):
     for size, area in (((20, 20), 4), ((20, 34), 1), ((1, 1), 1)):

@@ -37,14 +37,14 @@ bool is_depthwise(const ConvShape& s) {
   return s.groups > 1 && s.square_depthwise() && size && (s.stride_h == 1 || s.stride_h == 2);
 }
 
-// A network's first convolution. All weights of the stem kernel lie in shared memory, and it counts tiles of 4 x 32
-// pixels in 30 bits (kernels/stem.cu).
-bool is_stem(const ConvShape& s) {
+// A network's first convolution. All weights of the stem kernel lie in shared memory, of which a block has 99 KiB on 8.6, and
+// it counts tiles of 4 x 32 pixels in 30 bits (kernels/stem.cu).
+bool is_stem(const ConvShape& s, DType dtype) {
   const auto one_or_two = [](int stride) { return stride == 1 || stride == 2; };
   const int64_t tiles = int64_t(s.batch) * ceil_div(s.out_h, 4) * ceil_div(s.out_w, 32);
   return s.groups == 1 && s.in_channels >= 1 && s.in_channels <= 4 && s.kernel_h == 3 && s.kernel_w == 3 &&
          one_or_two(s.stride_h) && one_or_two(s.stride_w) && s.dilation_h == 1 && s.dilation_w == 1 &&
-         s.out_channels <= 512 && tiles < (1 << 30) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
+         s.out_channels <= 1024 / size_of(dtype) && tiles < (1 << 30) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
 }
 
 // The implicit GEMM counts offsets in 32 bits inside a tile of at most 128 pixels (kernels/implicit_gemm.cu).
@@ -161,10 +161,10 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
     if (mma) return {{Family::kDepthwiseMma, {}, {}, plan_depthwise(s)}};
     return {{Family::kDepthwise, {}, {}}};
   }
-  // One kernel for both targets: it has nothing to win from wgmma.
-  if (half && query.capability >= kFirstTensorCoreCapability && is_stem(s)) return {{Family::kStem, {}, {}}};
   const bool tensor_cores =
       query.capability >= kFirstTensorCoreCapability && (half || (query.dtype == DType::kFloat32 && query.allow_tf32));
+  // One kernel for both targets: it has nothing to win from wgmma.
+  if (tensor_cores && is_stem(s, query.dtype)) return {{Family::kStem, {}, {}}};
   std::vector<std::pair<double, KernelChoice>> weighed;
   if (tensor_cores && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
     for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {

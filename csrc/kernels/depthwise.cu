@@ -48,8 +48,11 @@ struct DepthwiseTile {
       kPixelBytes + kLaneBytes;  // taps are written column by column: skewed over the banks
   static constexpr int kRingBytes = kRingRows * kRowBytes, kTapsBytes = kTaps * kTapBytes;
   static constexpr int kSharedBytes = kRingBytes + kTapsBytes + 2 * kChunk * static_cast<int>(sizeof(Acc));
-  // Resident blocks that the registers should allow: 12 warps for 7x7 in half, that is 168 registers per thread.
-  static constexpr int kResident = 384 / kThreads;
+  // Whether there are registers for a step's residual while it is computed. Otherwise each element waits for memory.
+  static constexpr bool kEarlyResidual = sizeof(T) == 4 && kKernel == 7;
+  // Resident blocks that the registers should allow: 12 warps for 7x7 in half, that is 168 registers per thread, and 16 in
+  // float, whose taps take 49 instead of 98.
+  static constexpr int kResident = (sizeof(T) == 4 && kKernel == 7 ? 512 : 384) / kThreads;
   static_assert(kKernel % 2 == 1 && (kStride == 1 || kStride == 2));
   static_assert(kSharedBytes <= 64 * 1024, "compute capability 7.5 has 64 KiB");
   static_assert((kRingBytes + kTapsBytes) % sizeof(Acc) == 0);
@@ -120,6 +123,19 @@ __device__ __forceinline__ void fill_taps(const ConvArgs& a, int chunk, int firs
   }
 }
 
+// float: expf, to 2 ulp, and rcp.approx, to 1, with subnormals. An IEEE division would be 10 instructions and a branch more
+// per output, of which a 3x3 one has 9 FMAs.
+template <class T, class Acc>
+__device__ __forceinline__ Acc silu(Acc u) {
+  if constexpr (std::is_same_v<T, float>) {
+    float sigmoid;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + expf(-u)));
+    return u * sigmoid;
+  } else {
+    return activate<T>(u, Act::kSilu);
+  }
+}
+
 template <class Tile>
 using RowSums = typename Tile::Acc[Tile::kCols][Tile::kLaneChannels];
 
@@ -136,15 +152,20 @@ __device__ __forceinline__ void finish_row(RowSums<Tile>& sum, const typename Ti
 #pragma unroll
   for (int q = 0; q < Tile::kCols; ++q) {
 #pragma unroll
-    for (int c = 0; c < Tile::kLaneChannels; ++c) sum[q][c] = activate<typename Tile::Element>(sum[q][c], Act::kSilu);
+    for (int c = 0; c < Tile::kLaneChannels; ++c) sum[q][c] = silu<typename Tile::Element>(sum[q][c]);
   }
 }
 
-// Adds the residual and stores; `columns` and `channels` say how much of the row lies inside the image.
+// The residual of a thread's outputs in one row.
+template <class Tile>
+using RowResidual = Lanes<typename Tile::Element, Tile::kLaneChannels>[Tile::kCols];
+
+// Adds the residual and stores; `columns` and `channels` say how much of the row lies inside the image. early: the residual,
+// if it has been loaded.
 template <class Tile>
 __device__ __forceinline__ void store_row(RowSums<Tile>& sum, typename Tile::Element* to, int step,
                                           const typename Tile::Element* residual, int64_t residual_step, int columns,
-                                          int channels, bool aligned) {
+                                          int channels, bool aligned, const RowResidual<Tile>* early) {
   using T = typename Tile::Element;
   using Acc = typename Tile::Acc;
   constexpr int kLaneChannels = Tile::kLaneChannels;
@@ -154,7 +175,7 @@ __device__ __forceinline__ void store_row(RowSums<Tile>& sum, typename Tile::Ele
     if (aligned) {
       if (residual != nullptr) {
         Acc more[kLaneChannels];
-        widen(load_lanes<kLaneChannels>(residual), more);
+        widen(early != nullptr ? (*early)[q] : load_lanes<kLaneChannels>(residual), more);
 #pragma unroll
         for (int c = 0; c < kLaneChannels; ++c) sum[q][c] += more[c];
       }
@@ -171,12 +192,34 @@ __device__ __forceinline__ void store_row(RowSums<Tile>& sum, typename Tile::Ele
   }
 }
 
+// What a step adds to its outputs, on its way while they are computed.
+template <class Tile>
+__device__ __forceinline__ void load_residual(const ConvArgs& a, const DepthwiseGrid& g,
+                                              RowResidual<Tile> (&lanes)[Tile::kRows], int n, int row, int end_row,
+                                              int first_column, int first_channel) {
+  using T = typename Tile::Element;
+  const int per_pixel = g.chunk / Tile::kLaneChannels, thread = reread_thread_index();
+  const int channel = first_channel + thread % per_pixel * Tile::kLaneChannels;
+  const int column = first_column + thread / per_pixel * Tile::kCols;
+  const Strides& stride = a.residual_strides;
+  const T* const from = static_cast<const T*>(a.residual) + n * stride.n + row * stride.h + column * stride.w + channel;
+#pragma unroll
+  for (int p = 0; p < Tile::kRows; ++p) {
+#pragma unroll
+    for (int q = 0; q < Tile::kCols; ++q) {
+      if (row + p < end_row && column + q < a.shape.out_w && channel < a.shape.out_channels) {
+        lanes[p][q] = load_lanes<Tile::kLaneChannels>(from + p * stride.h + q * stride.w);
+      }
+    }
+  }
+}
+
 // Epilogue of one step: row by row, which keeps less in registers than all at once.
 template <class Tile>
 __device__ __forceinline__ void finish_step(const ConvArgs& a, const DepthwiseGrid& g,
                                             RowSums<Tile> (&sum)[Tile::kRows], const typename Tile::Acc* scales,
                                             const typename Tile::Acc* shifts, int n, int row, int end_row,
-                                            int first_column, int first_channel) {
+                                            int first_column, int first_channel, const RowResidual<Tile>* early) {
   using T = typename Tile::Element;
   const int lanes = g.chunk / Tile::kLaneChannels, thread = reread_thread_index();
   const int channel = thread % lanes * Tile::kLaneChannels;
@@ -195,7 +238,8 @@ __device__ __forceinline__ void finish_step(const ConvArgs& a, const DepthwiseGr
   for (int p = 0; p < Tile::kRows; ++p) {
     if (row + p >= end_row) return;
     finish_row<Tile>(sum[p], scales + channel, shifts + channel, a.act);
-    store_row<Tile>(sum[p], y, a.shape.out_channels, residual, a.residual_strides.w, columns, channels, g.aligned);
+    store_row<Tile>(sum[p], y, a.shape.out_channels, residual, a.residual_strides.w, columns, channels, g.aligned,
+                    Tile::kEarlyResidual ? early + p : nullptr);
     if (residual != nullptr) residual += a.residual_strides.h;
     y += int64_t(a.shape.out_w) * a.shape.out_channels;
   }
@@ -259,6 +303,12 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_ker
       commit_async_copies();
     }
 
+    RowResidual<Tile> residual[Tile::kEarlyResidual ? kRows : 1];
+    if constexpr (Tile::kEarlyResidual) {
+      if (a.residual != nullptr && g.aligned) {
+        load_residual<Tile>(a, g, residual, n, row, end_row, first_column, first_channel);
+      }
+    }
     Acc sum[kRows][kCols][kLaneChannels] = {};
 #pragma unroll
     for (int i = 0; i < Tile::kInRows; ++i) {
@@ -281,7 +331,7 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_ker
       }
     }
 
-    finish_step<Tile>(a, g, sum, scales, shifts, n, row, end_row, first_column, first_channel);
+    finish_step<Tile>(a, g, sum, scales, shifts, n, row, end_row, first_column, first_channel, residual);
     slot += slot + Tile::kNewRows < Tile::kRingRows ? Tile::kNewRows : Tile::kNewRows - Tile::kRingRows;
   }
 }
@@ -323,6 +373,10 @@ void launch(const ConvArgs& a, int multiprocessors, cudaStream_t stream) {
   const int64_t blocks = int64_t(a.shape.batch) * g.chunks * g.strips * g.segments;
   const int threads = g.chunk / Tile::kLaneChannels * g.groups;
   allow_shared_bytes(depthwise_kernel<Tile>, Tile::kSharedBytes);
+  // Otherwise the driver may leave shared memory for fewer blocks than the registers allow.
+  check_cuda(cudaFuncSetAttribute(depthwise_kernel<Tile>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "shared memory carve-out");
   depthwise_kernel<Tile><<<checked_grid(blocks, "depthwise"), threads, Tile::kSharedBytes, stream>>>(a, g);
   check_launch("depthwise");
 }

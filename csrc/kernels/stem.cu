@@ -5,8 +5,8 @@
 //                                                     * w[k, c, r, s] + shift[k]) + residual[n, p, q, k]
 //
 // x: any strides, in the compute dtype or in float, rounded here as a cast before the convolution would round it; pixels
-// outside of the image are zero. w: any strides and dtype, rounded to the compute dtype. y: NHWC, pixels y_stride apart, half
-// or bfloat16. Float sums.
+// outside of the image are zero. w: any strides and dtype, rounded to the compute dtype. y: NHWC, pixels y_stride apart, half,
+// bfloat16 or float: then x and w are rounded to TF32. Float sums.
 //
 // The layer is all memory traffic (3 -> 16 at 640x640 reads 2.5 MB and writes 3.3 MB per picture, for 44 M products). So x
 // is read in the form it comes in, without a copy in between, and a lane's results go straight to y:
@@ -16,11 +16,12 @@
 //   the same parity, so that 5 aligned words cover it. The reduction runs over such pairs of elements: 3 rows of 5 make
 //   15 pairs, where two m16n8k16 take 16. A register of the first operand is one 32-bit load. x is read by 16-byte loads.
 // - kSlots = 4, for all other cases: 3 rows of 6 pairs, three m16n8k16, x and y by elements, any strides.
+// - In TF32 a register holds one element, and the reduction runs over 27 (36) of them in 4 (5) m16n8k8.
 // - The element too much in each 5 words belongs to a neighbouring pixel. A weight of zero would not do: it may be NaN or
 //   infinite. The lane that loads it masks it.
 // - Which channel a column of the second operand stands for is free to choose. Lane t of four gets the same 2 * kFragments
 //   adjacent channels of a pixel from all its fragments: 16 bytes (8 for K <= 16) that it writes by itself, eight pixels
-//   of 64 (32) bytes per instruction, with no way through shared memory.
+//   of 64 (32) bytes per instruction, with no way through shared memory. In float, twice that.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -61,7 +62,8 @@ struct StemConfig {
   static constexpr int kSlots = kSlotCount, kFragments = kFragmentCount;
   static constexpr bool kPlanar = kIsPlanar;
   static constexpr bool kFast = kSlots == 3;
-  static constexpr int kRowPairs = (3 * kSlots + 1) / 2, kPairs = 3 * kRowPairs;
+  static constexpr int kWordElements = 4 / int(sizeof(T));  // a pair of half
+  static constexpr int kRowPairs = (3 * kSlots + kWordElements - 1) / kWordElements, kPairs = 3 * kRowPairs;
   static constexpr int kSteps = (kPairs + 7) / 8;
   // Windows start at a multiple of it in x, so that the loads are aligned.
   static constexpr int kAlignment = kFast ? kChunkPixels : 1;
@@ -72,7 +74,8 @@ struct StemConfig {
   static constexpr int kLaneChannels = 2 * kFragments, kGroupChannels = 8 * kFragments;
   // As many as the registers allow without spills: 36 a lane for the chunks in flight (72 of floats), 48 or 32 more for a
   // group's sums and their scales.
-  static constexpr int kBlocksPerMultiprocessor = sizeof(In) == 2 && kFragments == 2 ? 5 : 4;
+  static constexpr int kBlocksPerMultiprocessor =
+      sizeof(T) == 4 && kFragments == 4 ? 3 : (sizeof(In) == 2 && kFragments == 2 ? 5 : 4);
 
   static_assert(kSlots == 3 || kSlots == 4);
   static_assert(kTileBytes % 16 == 0);
@@ -98,7 +101,7 @@ struct StemArgs {
 };
 
 // A pair of neighbouring elements in a window of one filter row or, in `first` < 0 or `first` + 1 >= 3 * kSlots, what the
-// aligned words have beside it.
+// aligned words have beside it. In float, one element.
 template <class Config>
 struct Pair {
   int row, word;  // filter row; word of the window
@@ -106,11 +109,22 @@ struct Pair {
 
   // parity: elements of the first word in front of the window
   __device__ __forceinline__ Pair(int index, int parity)
-      : row(index / Config::kRowPairs), word(index % Config::kRowPairs), first(2 * word - parity) {}
+      : row(index / Config::kRowPairs), word(index % Config::kRowPairs), first(Config::kWordElements * word - parity) {}
   __device__ __forceinline__ bool holds(int half) const {
     return row < 3 && first + half >= 0 && first + half < 3 * Config::kSlots;
   }
 };
+
+// An element as the products take it.
+template <class T, class From>
+__device__ __forceinline__ T as_operand(From value) {
+  const T rounded = convert<T>(value);
+  if constexpr (std::is_same_v<T, float>) {
+    return __uint_as_float(round_to_tf32(__float_as_uint(rounded)));
+  } else {
+    return rounded;
+  }
+}
 
 // The weights as the second operand's registers: of column 8 f + g, in fragments[f][step][lane], lane = 4 g + t, the pairs
 // 8 step + t (x) and 8 step + 4 + t (y). The loads of a group are all on their way before the first is waited for.
@@ -123,7 +137,7 @@ __device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity,
 #pragma unroll 1
   for (int group = 0; group < args.groups; ++group) {
     auto* pairs = reinterpret_cast<uint32_t*>(fragments) + group * kGroupPairs;
-    Weight weights[kPasses][2];
+    Weight weights[kPasses][Config::kWordElements];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int i = threadIdx.x + pass * kThreads;
@@ -133,7 +147,7 @@ __device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity,
           group * Config::kGroupChannels + column / 2 * Config::kLaneChannels + fragment * 2 + column % 2;
       const Pair<Config> pair(8 * step + i % 2 * 4 + lane % 4, parity);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < Config::kWordElements; ++half) {
         const int s = (pair.first + half) / Config::kSlots, c = (pair.first + half) % Config::kSlots;
         weights[pass][half] = convert<Weight>(0.0f);
         if (pair.holds(half) && c < args.in_channels && channel < args.out_channels) {
@@ -144,7 +158,9 @@ __device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity,
     }
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const T rounded[2] = {convert<T>(weights[pass][0]), convert<T>(weights[pass][1])};
+      T rounded[Config::kWordElements];
+#pragma unroll
+      for (int i = 0; i < Config::kWordElements; ++i) rounded[i] = as_operand<T>(weights[pass][i]);
       memcpy(&pairs[threadIdx.x + pass * kThreads], rounded, sizeof(rounded));
     }
   }
@@ -177,7 +193,7 @@ template <class Config>
 __device__ __forceinline__ void copy_chunks(const StemArgs& args, const Tile& tile, typename Config::T* window) {
   using T = typename Config::T;
   using In = typename Config::In;
-  constexpr int kElements = kChunkPixels * Config::kSlots, kLanes = kLanesOf16Bytes<In>;
+  constexpr int kElements = kChunkPixels * Config::kSlots, kLanes = kLanesOf16Bytes<In>, kRun = kLanesOf16Bytes<T>;
   const int lane = reread_thread_index() % 32;
   const int rows = (kTileRows - 1) * args.stride_h + 3;
   const In* image = static_cast<const In*>(args.x) + tile.n * args.x_strides.n;
@@ -204,14 +220,18 @@ __device__ __forceinline__ void copy_chunks(const StemArgs& args, const Tile& ti
     const int row = unit / kChunks;
     T* to = window + row * Config::kRowElements + unit % kChunks * kElements;
 #pragma unroll
-    for (int e = 0; e < kElements; e += 8) {
-      In values[8];
+    for (int e = 0; e < kElements; e += kRun) {
+      In values[kRun];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         const int pixel = (e + i) / Config::kSlots, channel = (e + i) % Config::kSlots;
         values[i] = fetched[u][Config::kPlanar ? channel * kChunkPixels + pixel : e + i];
       }
-      Lanes<T, 8> lanes;
+      Lanes<T, kRun> lanes;
+      if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+        for (float& x : values) x = as_operand<float>(x);
+      }
       if constexpr (std::is_same_v<T, In>) {
         memcpy(&lanes, values, sizeof(lanes));
       } else {
@@ -240,11 +260,15 @@ __device__ __forceinline__ void copy_elements(const StemArgs& args, const Tile& 
     T values[kSlots];
 #pragma unroll
     for (int c = 0; c < kSlots; ++c) {
-      values[c] = inside && c < args.in_channels ? convert<T>(pixel[c * args.x_strides.c]) : convert<T>(0.0f);
+      values[c] = inside && c < args.in_channels ? as_operand<T>(pixel[c * args.x_strides.c]) : convert<T>(0.0f);
     }
     memcpy(window + row * Config::kRowElements + column * kSlots, values, sizeof(values));
   }
 }
+
+// silu_of_half() is exact enough for half, sigmoid<true>() for TF32.
+template <class T>
+constexpr bool kHalvesForSilu = sizeof(T) == 2;
 
 template <class Config>
 struct Accumulators {
@@ -258,15 +282,26 @@ __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile&
   using T = typename Config::T;
   constexpr int kCount = Config::kLaneChannels;
   T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
-  const Lanes<T, kCount> lanes = narrow<T>(values);
+  T rounded[kCount];
+  if constexpr (std::is_same_v<T, float>) {
+    memcpy(rounded, values, sizeof(rounded));
+  } else {
+    const Lanes<T, kCount> lanes = narrow<T>(values);
+    memcpy(rounded, &lanes, sizeof(rounded));
+  }
   if constexpr (Config::kFast) {
-    if (channel < args.out_channels) store_lanes(y, lanes);
+    if (channel >= args.out_channels) return;
+    constexpr int kRun = std::min(kCount, kLanesOf16Bytes<T>);
+#pragma unroll
+    for (int e = 0; e < kCount; e += kRun) {
+      Lanes<T, kRun> lanes;
+      memcpy(&lanes, rounded + e, sizeof(lanes));
+      store_lanes(y + e, lanes);
+    }
   } else {
     const Strides& stride = args.residual_strides;
     const T* residual =
         static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + channel;
-    T rounded[kCount];
-    memcpy(rounded, &lanes, sizeof(rounded));
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       if (channel + e >= args.out_channels) break;
@@ -303,7 +338,10 @@ __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, i
       }
       if (silu) {
 #pragma unroll
-        for (int e = 0; e < Config::kLaneChannels; ++e) values[e] = silu_of_half(values[e]);
+        for (int e = 0; e < Config::kLaneChannels; ++e) {
+          values[e] =
+              kHalvesForSilu<typename Config::T> ? silu_of_half(values[e]) : values[e] * sigmoid<true>(values[e]);
+        }
       }
       if (q < args.out_w) write_channels<Config>(args, tile, p, q, row + q, channel, values);
     }
@@ -325,7 +363,7 @@ __global__ __launch_bounds__(kThreads,
   // Where the first output's pixels begin in the window, in elements.
   const int left_padding = round_up(args.pad_w, Config::kAlignment);
   const int start = (left_padding - args.pad_w) * kSlots;
-  const int parity = start % 2;
+  const int parity = start % Config::kWordElements;
   wait_for_earlier_kernels();
 
   switch (args.weight_dtype) {
@@ -335,11 +373,11 @@ __global__ __launch_bounds__(kThreads,
     default: set_up_weights<Config, double>(args, parity, fragments); break;
   }
   for (int c = threadIdx.x; c < args.groups * Config::kGroupChannels; c += kThreads) {
-    affine[c] = fold_for_epilogue(args.affine, c, args.out_channels, args.act == Act::kSilu);
+    affine[c] = fold_for_epilogue(args.affine, c, args.out_channels, kHalvesForSilu<T> && args.act == Act::kSilu);
   }
   __syncthreads();
 
-  const int words_per_pixel = kSlots == 3 ? 3 : args.stride_w * 2;
+  const int words_per_pixel = (Config::kFast ? 2 : args.stride_w) * kSlots / Config::kWordElements;
 
   for (int index = static_cast<int>(blockIdx.x) * kWarps + warp; index < args.tiles;
        index += static_cast<int>(gridDim.x) * kWarps) {
@@ -354,14 +392,15 @@ __global__ __launch_bounds__(kThreads,
     // This lane's words of the window, the same for every output: pairs 4 i + lane % 4. The ones beyond the last pair count
     // as zero, and are read from where the first is. Not kept while x is fetched, which takes most registers.
     const int quad_lane = reread_thread_index() % 4;
-    constexpr int kRowWords = Config::kRowElements / 2;
+    constexpr int kRowWords = Config::kRowElements / Config::kWordElements;
     int word[2 * kSteps];
     uint32_t mask[2 * kSteps];
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
       const Pair<Config> pair(4 * i + quad_lane, parity);
-      word[i] = start / 2 + (pair.row < 3 ? pair.row * kRowWords + pair.word : 0);
-      mask[i] = (pair.holds(0) ? 0xffffu : 0u) | (pair.holds(1) ? 0xffff0000u : 0u);
+      word[i] = start / Config::kWordElements + (pair.row < 3 ? pair.row * kRowWords + pair.word : 0);
+      mask[i] = Config::kWordElements == 1 ? (pair.holds(0) ? ~0u : 0u)
+                                           : (pair.holds(0) ? 0xffffu : 0u) | (pair.holds(1) ? 0xffff0000u : 0u);
     }
 #pragma unroll 1
     for (int r = 0; r < kTileRows; ++r) {
@@ -486,6 +525,7 @@ void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cud
   s.stride_w = shape.stride_w;
   s.pad_h = shape.pad_h;
   s.pad_w = shape.pad_w;
+  if (dtype == DType::kFloat32) return choose<float, float>(a, s, x_dtype, stream);
   with_half_type(dtype, "stem", [&](auto type) {
     using T = typename decltype(type)::type;
     if (x_dtype == dtype) {
