@@ -22,6 +22,13 @@ struct TransposeFilterArgs {
 // kernels/transpose_filter.cu
 void transpose_filter(const TransposeFilterArgs& args, cudaStream_t stream);
 
+// Gradient of a depthwise weight in half and bfloat16, square filters with stride 1, a multiple of 8 channels.
+// Sums of slices, [slice][tap][channel], go to the workspace, for wgrad() to add. How many slices: 0 where there is no
+// kernel for the shape. Whether it serves: rows of x and grad_z aligned to 16 bytes too. kernels/wgrad_depthwise_mma.cu
+int wgrad_depthwise_mma_slices(const ConvShape& shape, DType dtype);
+bool wgrad_depthwise_mma_serves(const WgradArgs& args, DType dtype);
+void wgrad_depthwise_mma(const WgradArgs& args, DType dtype, cudaStream_t stream);
+
 // Gradient of a dense weight in half and bfloat16, for compute capability 9.0. x: NHWC, nested strides; rows of x and
 // grad_z aligned to 16 bytes. Workspace of plan.slices * wgrad_slice_floats() floats. kernels/wgrad_sm90.cu
 bool is_wgrad_sm90_built();

@@ -31,7 +31,9 @@
 #include <type_traits>
 
 #include "device/async_copy.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
+#include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
@@ -597,6 +599,8 @@ __global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kerne
   __shared__ Acc scratch[kFinishDown][kFinishAcross];
   const int lane = threadIdx.x % kFinishAcross, down = threadIdx.x / kFinishAcross;
   const int64_t element = int64_t(blockIdx.x) * kFinishAcross + lane;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
   Acc sum[kFinishChains] = {};
   if (element < plan.elements) {
     const Acc* const in = static_cast<const Acc*>(a.workspace) + element;
@@ -631,8 +635,8 @@ __global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kerne
 template <class Acc>
 void finish(const WgradArgs& a, const FinishPlan& plan, cudaStream_t stream) {
   const unsigned int blocks = checked_grid(ceil_div<int64_t>(plan.elements, kFinishAcross), "wgrad, sum of slices");
-  finish_wgrad_kernel<Acc><<<blocks, kFinishAcross * kFinishDown, 0, stream>>>(a, plan);
-  check_launch("wgrad, sum of slices");
+  launch_dependent<finish_wgrad_kernel<Acc>>("wgrad, sum of slices", blocks, kFinishAcross * kFinishDown, 0, stream, a,
+                                             plan);
 }
 
 // ---- host ----
@@ -719,6 +723,19 @@ template <class T>
 void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
   if constexpr (kBytes == 2) {
+    constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    if (!getenv("WF_OLD") && wgrad_depthwise_mma_serves(a, kDType)) {
+      wgrad_depthwise_mma(a, kDType, stream);
+      const int slices = wgrad_depthwise_mma_slices(a.shape, kDType), taps = a.shape.kernel_h * a.shape.kernel_w;
+      return finish<float>(a,
+                           {int64_t(taps) * a.shape.out_channels,
+                            slices,
+                            taps,
+                            a.shape.out_channels,
+                            a.shape.kernel_w,
+                            {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
+                           stream);
+    }
     if (taps_served(a.shape, DType::kFloat16) && short_distances(a) && grad_in_lanes(a, 2, kBytes) &&
         x_in_lanes(a, 2, kBytes)) {
       switch (a.shape.kernel_w) {
@@ -774,6 +791,7 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
   // Whether words fit depends on pointers too: room for either cut.
   int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
   if (taps_served(s, dtype)) slices = std::max(slices, cut_taps(s).slices);
+  slices = std::max(slices, wgrad_depthwise_mma_slices(s, dtype));
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
 

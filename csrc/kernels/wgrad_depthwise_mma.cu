@@ -1,0 +1,325 @@
+// Gradient of a depthwise convolution's weight on tensor cores: 3x3, 5x5 or 7x7, stride 1, dilation 1, half or bfloat16
+// with float sums, channels a multiple of 8. From compute capability 8.0 on.
+//   dw[c, r, s] = sum over n, p, q of grad_z[n, p, q, c] * x[n, p + r - pad_h, q + s - pad_w, c]
+// x and grad_z NHWC, pixels aligned to 16 bytes.
+//
+// The product of 8 channels of grad_z and the same 8 of x over 16 pixels, m16n8k16, has the sums wanted on its diagonal:
+// one of eight is of use. The 16 rows of A are two rows of outputs, which the same pixels of x reach through different
+// rows of the filter. The 16 pixels are 8 neighbouring columns of two images.
+//
+// A warp has 8 channels and 8 columns of outputs. It walks down the rows of x: a row brings kTaps operands B, one for each
+// column of the filter, and the last kTaps rows of grad_z, operands A, stay in registers. So x and grad_z are read from
+// shared memory once, by ldmatrix, which also transposes them. 7x7: 28 products a row, for which the warp loads 9 KB less
+// than it would with a window of x for each tap; all other instructions are about 40.
+//
+// The warps of a block lie side by side along columns and channels. Rows come through a ring of stages of asynchronous
+// copies, [group of channels][image][column]: 8 columns are 128 bytes next to each other, free of bank conflicts from
+// whichever column on. What lies outside of the image is zero.
+//
+// A slice, a block, is a run of units: two images, a strip of rows, a strip of columns. Its sums, in an order that depends
+// on the shape alone, go to the workspace as [slice][tap][channel].
+#include <algorithm>
+
+#include "device/async_copy.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/fast_divide.h"
+#include "device/gradient_kernels.h"
+#include "device/kernels.h"
+#include "device/lanes.cuh"
+#include "device/launch.cuh"
+#include "device/launch_limits.cuh"
+#include "device/tensor_core.cuh"
+
+namespace yolo12_fastconv {
+namespace {
+
+constexpr char kName[] = "wgrad, depthwise";
+constexpr int kStages = 8, kMostWarps = 12;
+// Blocks on a multiprocessor that registers are counted for: 7x7 has 112 sums a thread.
+constexpr int resident_blocks(int taps) { return taps == 3 ? 2 : 1; }
+
+struct Cut {
+  int octets, groups;  // of a block: groups of 8 channels, and of 8 columns
+  int chunks;  // blocks along channels
+  int pairs, strip_rows, row_strips, column_strips;
+  int units, slices;
+  int steps;  // rows of x in a unit
+  FastDivide by_chunks, by_pairs, by_column_strips, by_octets;
+};
+
+Cut cut_depthwise(const ConvShape& s) {
+  constexpr int kStart = 16;  // rows' worth of time that a block takes to start and to end
+  const int taps = s.kernel_w;
+  Cut g;
+  const int columns = std::max(1, ceil_div(s.out_w, 8)), octets = s.out_channels / 8;
+  g.column_strips = ceil_div(columns, 6);
+  g.groups = ceil_div(columns, g.column_strips);
+  g.octets = g.groups <= 3 ? 4 : 2;
+  while (g.octets > octets) g.octets /= 2;
+  g.chunks = ceil_div(octets, g.octets);
+  g.pairs = ceil_div(s.batch, 2);
+  const int resident = kMultiprocessors * resident_blocks(taps);
+  int64_t least = -1;
+  g.slices = 0;
+  for (int strips = 1; strips <= 4; strips *= 2) {
+    const int rows = ceil_div(std::max(1, s.out_h), strips), steps = rows + taps - 1;
+    const int units = g.pairs * ceil_div(s.out_h, rows) * g.column_strips;
+    for (int slices = 1; slices <= std::min(units, 64); ++slices) {
+      const int64_t rounds = ceil_div(slices * g.chunks, resident);
+      const int64_t time = rounds * (int64_t(ceil_div(units, slices)) * steps + kStart);
+      if (least >= 0 && time >= least) continue;
+      least = time;
+      g.strip_rows = rows;
+      g.row_strips = ceil_div(s.out_h, rows);
+      g.units = units;
+      g.slices = slices;
+      g.steps = steps;
+    }
+  }
+  g.by_chunks = FastDivide(g.chunks);
+  g.by_pairs = FastDivide(std::max(1, g.pairs));
+  g.by_column_strips = FastDivide(g.column_strips);
+  g.by_octets = FastDivide(g.octets);
+  return g;
+}
+
+// Columns of x in a stage: those under 8 * groups outputs, and one that is loaded into registers beside the last.
+__host__ __device__ constexpr int x_columns(int groups, int taps) { return 8 * groups + taps; }
+__host__ __device__ constexpr int stage_bytes(int octets, int groups, int taps) {
+  return octets * 2 * (x_columns(groups, taps) + 8 * groups) * 16;
+}
+int shared_bytes(const Cut& g, int taps) {
+  return std::max(kStages * stage_bytes(g.octets, g.groups, taps), g.octets * g.groups * taps * taps * 8 * 4);
+}
+
+// Four, or two, 8x8 matrices of 16-bit elements, transposed: lane l receives elements (2 (l % 4), l / 4) and that below.
+__device__ __forceinline__ void load_transposed(uint32_t (&registers)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(row_address)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&registers)[2], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(registers[0]), "=r"(registers[1])
+               : "r"(row_address)
+               : "memory");
+}
+
+// A 16-byte piece of each row that a thread copies: of 8 channels of a pixel of x or grad_z.
+struct Piece {
+  const char* from;
+  int row_bytes;
+  int first, rows;  // steps of the unit at which it lies inside
+  uint32_t to;  // in a stage
+};
+
+template <int kTaps>
+class Loader {
+ public:
+  __device__ __forceinline__ Loader(const WgradArgs& a, const Cut& g, int chunk, int unit, int end_unit)
+      : a_(a), g_(g), chunk_(chunk), unit_(unit), end_unit_(end_unit), step_(g.steps) {}
+
+  // The next row of all, into `stage`; nothing behind the last.
+  __device__ __forceinline__ void load(uint32_t stage) {
+    if (step_ == g_.steps) {
+      if (unit_ == end_unit_) return;
+      begin_unit();
+      ++unit_;
+      step_ = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Piece& piece = piece_[i];
+      if (i == 0 || second_) {
+        const bool valid = static_cast<unsigned>(step_ - piece.first) < static_cast<unsigned>(piece.rows);
+        copy_async(stage + piece.to, piece.from, valid ? 16 : 0);  // of 0 bytes: no access
+        piece.from += piece.row_bytes;
+      }
+    }
+    ++step_;
+  }
+
+ private:
+  __device__ __forceinline__ void begin_unit() {
+    const ConvShape& s = a_.shape;
+    int rest, pair, row_strip, column_strip;
+    g_.by_pairs.divide(unit_, rest, pair);
+    g_.by_column_strips.divide(rest, row_strip, column_strip);
+    const int p = row_strip * g_.strip_rows, q = column_strip * g_.groups * 8;
+    const int grads = g_.octets * 2 * 8 * g_.groups, xs = g_.octets * 2 * (x_columns(g_.groups, kTaps) - 1);
+    second_ = static_cast<int>(threadIdx.x + blockDim.x) < grads + xs;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int index = static_cast<int>(threadIdx.x + i * blockDim.x);
+      const bool is_x = index >= grads;
+      if (is_x) index -= grads;
+      const int columns = is_x ? x_columns(g_.groups, kTaps) : 8 * g_.groups;
+      const int loaded = is_x ? columns - 1 : columns;
+      int place, octet;
+      g_.by_octets.divide(index, place, octet);
+      const int image = place >= loaded, column = image ? place - loaded : place;
+      const int n = 2 * pair + image, channel = (chunk_ * g_.octets + octet) * 8;
+      const int w = is_x ? q + column - s.pad_w : q + column;
+      const bool inside = n < s.batch && channel < s.out_channels && w >= 0 && w < (is_x ? s.in_w : s.out_w);
+      Piece& piece = piece_[i];
+      // Images of a stage lie behind each other in each group of channels, x before grad_z.
+      piece.to = ((is_x ? 0 : g_.octets * 2 * x_columns(g_.groups, kTaps)) + (octet * 2 + image) * columns + column) * 16;
+      if (is_x) {
+        const int top = p - s.pad_h;
+        piece.first = max(0, -top);
+        piece.rows = inside ? max(0, s.in_h - max(0, top)) : 0;
+        piece.row_bytes = static_cast<int>(a_.x_strides.h * 2);
+        piece.from = static_cast<const char*>(a_.x) +
+                     (n * a_.x_strides.n + top * a_.x_strides.h + w * a_.x_strides.w + channel) * 2;
+      } else {
+        piece.first = 0;
+        piece.rows = inside ? min(g_.strip_rows, s.out_h - p) : 0;
+        piece.row_bytes = static_cast<int>(s.out_w * a_.grad_z_stride * 2);
+        piece.from = static_cast<const char*>(a_.grad_z) +
+                     (((int64_t(n) * s.out_h + p) * s.out_w + w) * a_.grad_z_stride + channel) * 2;
+      }
+    }
+  }
+
+  const WgradArgs& a_;
+  const Cut& g_;
+  int chunk_, unit_, end_unit_, step_;
+  bool second_ = false;
+  Piece piece_[2];
+};
+
+template <class T, int kTaps>
+__global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad_depthwise_mma_kernel(
+    const __grid_constant__ WgradArgs a, const __grid_constant__ Cut g) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kPairs = (kTaps + 1) / 2;  // of rows of the filter
+  const uint32_t base = shared_address(shared);
+  const int bytes = stage_bytes(g.octets, g.groups, kTaps);
+  int slice, chunk;
+  g.by_chunks.divide(static_cast<int>(blockIdx.x), slice, chunk);
+  const int unit = static_cast<int>(int64_t(slice) * g.units / g.slices);
+  const int end_unit = static_cast<int>(int64_t(slice + 1) * g.units / g.slices);
+  const int steps = (end_unit - unit) * g.steps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int group, octet;
+  g.by_octets.divide(warp, group, octet);
+
+  // Lanes 8 i to 8 i + 7 have the addresses of matrix i: columns, of image i % 2; x: from the next column on for i >= 2.
+  const int columns = x_columns(g.groups, kTaps), image = lane / 8 % 2, column = 8 * group + lane % 8;
+  const uint32_t x_from = ((octet * 2 + image) * columns + column + lane / 16) * 16;
+  const uint32_t grad_from = (g.octets * 2 * columns + (octet * 2 + image) * 8 * g.groups + column) * 16;
+
+  let_later_kernels_start();
+  Loader<kTaps> loader(a, g, chunk, unit, end_unit);
+  wait_for_earlier_kernels();
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) {
+    loader.load(base + i * bytes);
+    commit_async_copies();
+  }
+  float sum[kTaps][kPairs][4] = {};  // by columns of the filter
+  uint32_t grad[2 * kPairs][2] = {};  // of the rows of outputs that tap row 0, 1, ... of this row of x reaches
+  uint32_t stage = base, refill = base + (kStages - 1) * bytes;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_for_async_copies<kStages - 2>();
+    __syncthreads();  // this stage is here, and nobody reads the one before any more
+    loader.load(refill);
+    commit_async_copies();
+#pragma unroll
+    for (int r = kTaps - 1; r > 0; --r) {
+      grad[r][0] = grad[r - 1][0];
+      grad[r][1] = grad[r - 1][1];
+    }
+    load_transposed(grad[0], stage + grad_from);
+#pragma unroll
+    for (int s = 0; s < kTaps; s += 2) {
+      uint32_t x[4];
+      load_transposed(x, stage + x_from + s * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (s + i == kTaps) break;
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          const uint32_t rows[4] = {grad[2 * pair][0], grad[2 * pair + 1][0], grad[2 * pair][1], grad[2 * pair + 1][1]};
+          multiply_add<T>(sum[s + i][pair], rows, x[2 * i], x[2 * i + 1]);
+        }
+      }
+    }
+    refill = stage;
+    stage += bytes;
+    if (stage == base + kStages * bytes) stage = base;
+  }
+  wait_for_async_copies<0>();
+  __syncthreads();
+
+  // The diagonal: row lane / 4 has its own column in the lane with lane % 4 == lane / 8.
+  float* const scratch = reinterpret_cast<float*>(shared);  // [group][tap][octet][channel]
+  const int width = g.octets * 8;
+  if (lane % 4 == lane / 8) {
+    float* const to = scratch + group * kTaps * kTaps * width + octet * 8 + lane / 4;
+    const bool odd = lane / 4 % 2;
+#pragma unroll
+    for (int s = 0; s < kTaps; ++s) {
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const float(&d)[4] = sum[s][pair];
+        to[(2 * pair * kTaps + s) * width] = odd ? d[1] : d[0];
+        if (2 * pair + 1 < kTaps) to[((2 * pair + 1) * kTaps + s) * width] = odd ? d[3] : d[2];
+      }
+    }
+  }
+  __syncthreads();
+  float* const out = static_cast<float*>(a.workspace) + int64_t(slice) * kTaps * kTaps * a.shape.out_channels;
+  for (int i = threadIdx.x; i < kTaps * kTaps * width; i += blockDim.x) {
+    float total = scratch[i];
+    for (int k = 1; k < g.groups; ++k) total += scratch[k * kTaps * kTaps * width + i];
+    int tap, place;
+    g.by_octets.divide(i / 8, tap, place);
+    const int channel = chunk * width + place * 8 + i % 8;
+    if (channel < a.shape.out_channels) out[int64_t(tap) * a.shape.out_channels + channel] = total;
+  }
+}
+
+template <class T, int kTaps>
+void launch(const WgradArgs& a, const Cut& g, cudaStream_t stream) {
+  constexpr auto kKernel = wgrad_depthwise_mma_kernel<T, kTaps>;
+  const int bytes = shared_bytes(g, kTaps);
+  allow_shared_bytes(kKernel, bytes);
+  const unsigned int blocks = checked_grid(int64_t(g.slices) * g.chunks, kName);
+  launch_dependent<kKernel>(kName, blocks, 32 * g.octets * g.groups, bytes, stream, a, g);
+}
+
+}  // namespace
+
+int wgrad_depthwise_mma_slices(const ConvShape& s, DType dtype) {
+  const bool served = size_of(dtype) == 2 && s.square_depthwise() && s.stride_h == 1 && s.out_channels % 8 == 0 &&
+                      (s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7) && s.in_h < (1 << 28) &&
+                      s.out_h < (1 << 28) && int64_t(s.batch) * s.out_h * ceil_div(s.out_w, 8) < (1 << 28);
+  return served ? cut_depthwise(s).slices : 0;
+}
+
+bool wgrad_depthwise_mma_serves(const WgradArgs& a, DType dtype) {
+  const ConvShape& s = a.shape;
+  // The stride of a dimension of size 1 is never used.
+  const bool aligned = is_aligned(a.x, 16) && is_aligned(a.grad_z, 16) && (s.out_pixels() <= 1 || a.grad_z_stride % 8 == 0) &&
+                       (s.batch == 1 || a.x_strides.n % 8 == 0) && (s.in_h == 1 || a.x_strides.h % 8 == 0) &&
+                       (s.in_w == 1 || a.x_strides.w % 8 == 0);
+  const bool short_rows = std::abs(a.x_strides.h) < (1 << 29) && std::abs(s.out_w * a.grad_z_stride) < (1 << 29);
+  return aligned && short_rows && wgrad_depthwise_mma_slices(s, dtype) > 0;
+}
+
+void wgrad_depthwise_mma(const WgradArgs& a, DType dtype, cudaStream_t stream) {
+  const Cut g = cut_depthwise(a.shape);
+  with_half_type(dtype, kName, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    switch (a.shape.kernel_w) {
+      case 3: return launch<T, 3>(a, g, stream);
+      case 5: return launch<T, 5>(a, g, stream);
+      default: return launch<T, 7>(a, g, stream);
+    }
+  });
+}
+
+}  // namespace yolo12_fastconv
