@@ -633,7 +633,14 @@ __global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kerne
 }
 
 template <class Acc>
-void finish(const WgradArgs& a, const FinishPlan& plan, cudaStream_t stream) {
+void finish(const WgradArgs& a, int slices, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const int taps = s.kernel_h * s.kernel_w;
+  const Strides& to = a.grad_weight_strides;
+  const FinishPlan plan =
+      s.groups > 1
+          ? FinishPlan{int64_t(taps) * s.out_channels, slices, taps, s.out_channels, s.kernel_w, {0, to.n, to.h, to.w}}
+          : FinishPlan{int64_t(s.out_channels) * taps * s.in_channels, slices, taps, s.in_channels, s.kernel_w, to};
   const unsigned int blocks = checked_grid(ceil_div<int64_t>(plan.elements, kFinishAcross), "wgrad, sum of slices");
   launch_dependent<finish_wgrad_kernel<Acc>>("wgrad, sum of slices", blocks, kFinishAcross * kFinishDown, 0, stream, a,
                                              plan);
@@ -685,14 +692,7 @@ void launch_taps(const WgradArgs& a, cudaStream_t stream) {
     wgrad_depthwise_taps_kernel<T, kTaps><<<blocks, kTapThreads, 0, stream>>>(a, g);
     check_launch("wgrad, depthwise");
   }
-  finish<float>(a,
-                {int64_t(kTaps) * kTaps * s.out_channels,
-                 g.slices,
-                 kTaps * kTaps,
-                 s.out_channels,
-                 kTaps,
-                 {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
-                stream);
+  finish<float>(a, g.slices, stream);
 }
 
 template <class T, int kLanes, int kTaps>
@@ -708,15 +708,7 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, depthwise");
   }
-  const int taps = s.kernel_h * kTaps;
-  finish<Accumulator<T>>(a,
-                         {int64_t(taps) * s.out_channels,
-                          g.slices,
-                          taps,
-                          s.out_channels,
-                          kTaps,
-                          {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
-                         stream);
+  finish<Accumulator<T>>(a, g.slices, stream);
 }
 
 template <class T>
@@ -725,16 +717,7 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   if constexpr (kBytes == 2) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
     if (!getenv("WF_OLD") && wgrad_depthwise_mma_serves(a, kDType)) {
-      wgrad_depthwise_mma(a, kDType, stream);
-      const int slices = wgrad_depthwise_mma_slices(a.shape, kDType), taps = a.shape.kernel_h * a.shape.kernel_w;
-      return finish<float>(a,
-                           {int64_t(taps) * a.shape.out_channels,
-                            slices,
-                            taps,
-                            a.shape.out_channels,
-                            a.shape.kernel_w,
-                            {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
-                           stream);
+      return wgrad_depthwise_mma(a, kDType, stream);
     }
     if (taps_served(a.shape, DType::kFloat16) && short_distances(a) && grad_in_lanes(a, 2, kBytes) &&
         x_in_lanes(a, 2, kBytes)) {
@@ -771,10 +754,7 @@ void launch_dense(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, dense");
   }
-  finish<T>(a,
-            {int64_t(s.out_channels) * g.columns, g.slices, s.kernel_h * s.kernel_w, s.in_channels, s.kernel_w,
-             a.grad_weight_strides},
-            stream);
+  finish<T>(a, g.slices, stream);
 }
 
 }  // namespace
@@ -794,6 +774,8 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
   slices = std::max(slices, wgrad_depthwise_mma_slices(s, dtype));
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
+
+void add_wgrad_slices(const WgradArgs& a, int slices, cudaStream_t stream) { finish<float>(a, slices, stream); }
 
 void wgrad(const WgradArgs& a, DType dtype, cudaStream_t stream) {
   const ConvShape& s = a.shape;

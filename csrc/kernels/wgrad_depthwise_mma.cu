@@ -9,15 +9,15 @@
 //
 // A warp has 8 channels and 8 columns of outputs. It walks down the rows of x: a row brings kTaps operands B, one for each
 // column of the filter, and the last kTaps rows of grad_z, operands A, stay in registers. So x and grad_z are read from
-// shared memory once, by ldmatrix, which also transposes them. 7x7: 28 products a row, for which the warp loads 9 KB less
-// than it would with a window of x for each tap; all other instructions are about 40.
+// shared memory once, by ldmatrix, which also transposes them. 7x7: 28 products a row, about 50 other instructions.
 //
-// The warps of a block lie side by side along columns and channels. Rows come through a ring of stages of asynchronous
+// The warps of a block have neighbouring channels, 128 bytes of a pixel where there are as many: with 32 bytes of five
+// times as many columns, 3x3 got 8 bytes a cycle from L2. Two rows at a time come through a ring of stages of asynchronous
 // copies, [group of channels][image][column]: 8 columns are 128 bytes next to each other, free of bank conflicts from
 // whichever column on. What lies outside of the image is zero.
 //
-// A slice, a block, is a run of units: two images, a strip of rows, a strip of columns. Its sums, in an order that depends
-// on the shape alone, go to the workspace as [slice][tap][channel].
+// A unit is two images and the columns of a block; a slice, a block, is a run of rows of units. Its sums, in an order that
+// depends on the shape alone, go to the workspace as [slice][tap][channel].
 #include <algorithm>
 
 #include "device/async_copy.cuh"
@@ -34,59 +34,41 @@ namespace yolo12_fastconv {
 namespace {
 
 constexpr char kName[] = "wgrad, depthwise";
-constexpr int kStages = 8, kMostWarps = 12;
+constexpr int kStages = 4, kStageRows = 2, kMostWarps = 8;
 // Blocks on a multiprocessor that registers are counted for: 7x7 has 112 sums a thread.
-constexpr int resident_blocks(int taps) { return taps == 3 ? 2 : 1; }
+constexpr int resident_blocks(int taps) { return taps == 3 ? 3 : taps == 5 ? 2 : 1; }
 
 struct Cut {
   int octets, groups;  // of a block: groups of 8 channels, and of 8 columns
   int chunks;  // blocks along channels
-  int pairs, strip_rows, row_strips, column_strips;
-  int units, slices;
-  int steps;  // rows of x in a unit
-  FastDivide by_chunks, by_pairs, by_column_strips, by_octets;
+  int pairs, column_strips;
+  int rows, slices;  // of outputs in all units
+  FastDivide by_chunks, by_pairs, by_octets, by_out_h;
 };
 
 Cut cut_depthwise(const ConvShape& s) {
-  constexpr int kStart = 16;  // rows' worth of time that a block takes to start and to end
-  const int taps = s.kernel_w;
+  constexpr int kLeastRows = 8;  // of a slice, which begins and ends with rows of x beside its own
   Cut g;
   const int columns = std::max(1, ceil_div(s.out_w, 8)), octets = s.out_channels / 8;
-  g.column_strips = ceil_div(columns, 6);
+  g.chunks = ceil_div(octets, kMostWarps);
+  g.octets = ceil_div(octets, g.chunks);
+  g.column_strips = ceil_div(columns, kMostWarps / g.octets);
   g.groups = ceil_div(columns, g.column_strips);
-  g.octets = g.groups <= 3 ? 4 : 2;
-  while (g.octets > octets) g.octets /= 2;
-  g.chunks = ceil_div(octets, g.octets);
   g.pairs = ceil_div(s.batch, 2);
-  const int resident = kMultiprocessors * resident_blocks(taps);
-  int64_t least = -1;
-  g.slices = 0;
-  for (int strips = 1; strips <= 4; strips *= 2) {
-    const int rows = ceil_div(std::max(1, s.out_h), strips), steps = rows + taps - 1;
-    const int units = g.pairs * ceil_div(s.out_h, rows) * g.column_strips;
-    for (int slices = 1; slices <= std::min(units, 64); ++slices) {
-      const int64_t rounds = ceil_div(slices * g.chunks, resident);
-      const int64_t time = rounds * (int64_t(ceil_div(units, slices)) * steps + kStart);
-      if (least >= 0 && time >= least) continue;
-      least = time;
-      g.strip_rows = rows;
-      g.row_strips = ceil_div(s.out_h, rows);
-      g.units = units;
-      g.slices = slices;
-      g.steps = steps;
-    }
-  }
+  g.rows = g.pairs * g.column_strips * s.out_h;
+  const int wanted = std::max(1, kMultiprocessors * resident_blocks(s.kernel_w) / g.chunks);
+  g.slices = std::min(wanted, ceil_div(g.rows, kLeastRows));
   g.by_chunks = FastDivide(g.chunks);
   g.by_pairs = FastDivide(std::max(1, g.pairs));
-  g.by_column_strips = FastDivide(g.column_strips);
   g.by_octets = FastDivide(g.octets);
+  g.by_out_h = FastDivide(std::max(1, s.out_h));
   return g;
 }
 
 // Columns of x in a stage: those under 8 * groups outputs, and one that is loaded into registers beside the last.
 __host__ __device__ constexpr int x_columns(int groups, int taps) { return 8 * groups + taps; }
 __host__ __device__ constexpr int stage_bytes(int octets, int groups, int taps) {
-  return octets * 2 * (x_columns(groups, taps) + 8 * groups) * 16;
+  return kStageRows * octets * 2 * (x_columns(groups, taps) + 8 * groups) * 16;
 }
 int shared_bytes(const Cut& g, int taps) {
   return std::max(kStages * stage_bytes(g.octets, g.groups, taps), g.octets * g.groups * taps * taps * 8 * 4);
@@ -110,44 +92,55 @@ __device__ __forceinline__ void load_transposed(uint32_t (&registers)[2], uint32
 struct Piece {
   const char* from;
   int row_bytes;
-  int first, rows;  // steps of the unit at which it lies inside
+  int first, rows;  // steps at which it lies inside
   uint32_t to;  // in a stage
 };
 
 template <int kTaps>
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const WgradArgs& a, const Cut& g, int chunk, int unit, int end_unit)
-      : a_(a), g_(g), chunk_(chunk), unit_(unit), end_unit_(end_unit), step_(g.steps) {}
+  __device__ __forceinline__ Loader(const WgradArgs& a, const Cut& g, int chunk, int row, int end)
+      : a_(a), g_(g), chunk_(chunk), row_(row), end_(end) {}
 
-  // The next row of all, into `stage`; nothing behind the last.
+  // The next two rows of x, and of grad_z, into `stage`; nothing behind the last.
   __device__ __forceinline__ void load(uint32_t stage) {
-    if (step_ == g_.steps) {
-      if (unit_ == end_unit_) return;
+    if (steps_ == 0) {
+      if (row_ == end_) return;
       begin_unit();
-      ++unit_;
-      step_ = 0;
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Piece& piece = piece_[i];
       if (i == 0 || second_) {
-        const bool valid = static_cast<unsigned>(step_ - piece.first) < static_cast<unsigned>(piece.rows);
-        copy_async(stage + piece.to, piece.from, valid ? 16 : 0);  // of 0 bytes: no access
-        piece.from += piece.row_bytes;
+#pragma unroll
+        for (int row = 0; row < kStageRows; ++row) {
+          const bool valid = static_cast<unsigned>(row - piece.first) < static_cast<unsigned>(piece.rows);
+          copy_async(stage + row * row_bytes_ + piece.to, piece.from, valid ? 16 : 0);  // of 0 bytes: no access
+          piece.from += piece.row_bytes;
+        }
+        // Counted from this step on.
+        piece.first -= kStageRows;
+        if (piece.first < 0) {
+          piece.rows = max(0, piece.rows + piece.first);
+          piece.first = 0;
+        }
       }
     }
-    ++step_;
+    --steps_;
   }
 
  private:
+  // The rows of this slice in the unit that row_ lies in.
   __device__ __forceinline__ void begin_unit() {
     const ConvShape& s = a_.shape;
-    int rest, pair, row_strip, column_strip;
-    g_.by_pairs.divide(unit_, rest, pair);
-    g_.by_column_strips.divide(rest, row_strip, column_strip);
-    const int p = row_strip * g_.strip_rows, q = column_strip * g_.groups * 8;
-    const int grads = g_.octets * 2 * 8 * g_.groups, xs = g_.octets * 2 * (x_columns(g_.groups, kTaps) - 1);
+    int unit, p, pair, strip;
+    g_.by_out_h.divide(row_, unit, p);
+    g_.by_pairs.divide(unit, strip, pair);
+    const int rows = min(end_ - row_, s.out_h - p), q = strip * g_.groups * 8;
+    row_ += rows;
+    steps_ = (rows + kTaps - 1 + kStageRows - 1) / kStageRows;
+    const int xs = g_.octets * 2 * (x_columns(g_.groups, kTaps) - 1), grads = g_.octets * 2 * 8 * g_.groups;
+    row_bytes_ = stage_bytes(g_.octets, g_.groups, kTaps) / kStageRows;
     second_ = static_cast<int>(threadIdx.x + blockDim.x) < grads + xs;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -174,7 +167,7 @@ class Loader {
                      (n * a_.x_strides.n + top * a_.x_strides.h + w * a_.x_strides.w + channel) * 2;
       } else {
         piece.first = 0;
-        piece.rows = inside ? min(g_.strip_rows, s.out_h - p) : 0;
+        piece.rows = inside ? rows : 0;
         piece.row_bytes = static_cast<int>(s.out_w * a_.grad_z_stride * 2);
         piece.from = static_cast<const char*>(a_.grad_z) +
                      (((int64_t(n) * s.out_h + p) * s.out_w + w) * a_.grad_z_stride + channel) * 2;
@@ -184,7 +177,7 @@ class Loader {
 
   const WgradArgs& a_;
   const Cut& g_;
-  int chunk_, unit_, end_unit_, step_;
+  int chunk_, row_, end_, steps_ = 0, row_bytes_ = 0;
   bool second_ = false;
   Piece piece_[2];
 };
@@ -195,12 +188,11 @@ __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad
   extern __shared__ __align__(128) char shared[];
   constexpr int kPairs = (kTaps + 1) / 2;  // of rows of the filter
   const uint32_t base = shared_address(shared);
-  const int bytes = stage_bytes(g.octets, g.groups, kTaps);
+  const int bytes = stage_bytes(g.octets, g.groups, kTaps), row_bytes = bytes / kStageRows;
   int slice, chunk;
   g.by_chunks.divide(static_cast<int>(blockIdx.x), slice, chunk);
-  const int unit = static_cast<int>(int64_t(slice) * g.units / g.slices);
-  const int end_unit = static_cast<int>(int64_t(slice + 1) * g.units / g.slices);
-  const int steps = (end_unit - unit) * g.steps;
+  const int first = static_cast<int>(int64_t(slice) * g.rows / g.slices);
+  const int end = static_cast<int>(int64_t(slice + 1) * g.rows / g.slices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int group, octet;
   g.by_octets.divide(warp, group, octet);
@@ -211,7 +203,7 @@ __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad
   const uint32_t grad_from = (g.octets * 2 * columns + (octet * 2 + image) * 8 * g.groups + column) * 16;
 
   let_later_kernels_start();
-  Loader<kTaps> loader(a, g, chunk, unit, end_unit);
+  Loader<kTaps> loader(a, g, chunk, first, end);
   wait_for_earlier_kernels();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
@@ -222,34 +214,49 @@ __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad
   uint32_t grad[2 * kPairs][2] = {};  // of the rows of outputs that tap row 0, 1, ... of this row of x reaches
   uint32_t stage = base, refill = base + (kStages - 1) * bytes;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    wait_for_async_copies<kStages - 2>();
-    __syncthreads();  // this stage is here, and nobody reads the one before any more
-    loader.load(refill);
-    commit_async_copies();
+  for (int row = first; row < end;) {
+    int unit, p;
+    g.by_out_h.divide(row, unit, p);
+    const int rows = min(end - row, a.shape.out_h - p);
+    row += rows;
+    int steps = (rows + kTaps - 1 + kStageRows - 1) / kStageRows;
+#pragma unroll 1
+    do {
+      wait_for_async_copies<kStages - 2>();
+      __syncthreads();  // this stage is here, and nobody reads the one before any more
 #pragma unroll
-    for (int r = kTaps - 1; r > 0; --r) {
-      grad[r][0] = grad[r - 1][0];
-      grad[r][1] = grad[r - 1][1];
-    }
-    load_transposed(grad[0], stage + grad_from);
+      for (int i = 0; i < kStageRows; ++i) {
+        const uint32_t here = stage + i * row_bytes;
 #pragma unroll
-    for (int s = 0; s < kTaps; s += 2) {
-      uint32_t x[4];
-      load_transposed(x, stage + x_from + s * 16);
+        for (int r = kTaps - 1; r > 0; --r) {
+          grad[r][0] = grad[r - 1][0];
+          grad[r][1] = grad[r - 1][1];
+        }
+        load_transposed(grad[0], here + grad_from);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (s + i == kTaps) break;
+        for (int s = 0; s < kTaps; s += 2) {
+          uint32_t x[4];
+          load_transposed(x, here + x_from + s * 16);
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          const uint32_t rows[4] = {grad[2 * pair][0], grad[2 * pair + 1][0], grad[2 * pair][1], grad[2 * pair + 1][1]};
-          multiply_add<T>(sum[s + i][pair], rows, x[2 * i], x[2 * i + 1]);
+          for (int e = 0; e < 2; ++e) {
+            if (s + e == kTaps) break;
+#pragma unroll
+            for (int pair = 0; pair < kPairs; ++pair) {
+              const uint32_t pixels[4] = {grad[2 * pair][0], grad[2 * pair + 1][0], grad[2 * pair][1],
+                                          grad[2 * pair + 1][1]};
+              multiply_add<T>(sum[s + e][pair], pixels, x[2 * e], x[2 * e + 1]);
+            }
+          }
+        }
+        if (i == 0) {
+          loader.load(refill);
+          commit_async_copies();
         }
       }
-    }
-    refill = stage;
-    stage += bytes;
-    if (stage == base + kStages * bytes) stage = base;
+      refill = stage;
+      stage += bytes;
+      if (stage == base + kStages * bytes) stage = base;
+    } while (--steps > 0);
   }
   wait_for_async_copies<0>();
   __syncthreads();
@@ -289,6 +296,7 @@ void launch(const WgradArgs& a, const Cut& g, cudaStream_t stream) {
   allow_shared_bytes(kKernel, bytes);
   const unsigned int blocks = checked_grid(int64_t(g.slices) * g.chunks, kName);
   launch_dependent<kKernel>(kName, blocks, 32 * g.octets * g.groups, bytes, stream, a, g);
+  add_wgrad_slices(a, g.slices, stream);
 }
 
 }  // namespace
@@ -296,7 +304,7 @@ void launch(const WgradArgs& a, const Cut& g, cudaStream_t stream) {
 int wgrad_depthwise_mma_slices(const ConvShape& s, DType dtype) {
   const bool served = size_of(dtype) == 2 && s.square_depthwise() && s.stride_h == 1 && s.out_channels % 8 == 0 &&
                       (s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7) && s.in_h < (1 << 28) &&
-                      s.out_h < (1 << 28) && int64_t(s.batch) * s.out_h * ceil_div(s.out_w, 8) < (1 << 28);
+                      int64_t(s.batch + 1) * s.out_h * ceil_div(s.out_w, 8) < (1 << 28);
   return served ? cut_depthwise(s).slices : 0;
 }
 

@@ -20,10 +20,8 @@
 #include <algorithm>
 
 #include "device/dependent_launch.cuh"
-#include "device/fast_divide.h"
 #include "device/gradient_kernels.h"
 #include "device/hopper_transposed.cuh"
-#include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
@@ -292,14 +290,12 @@ __global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(cons
 
 // ---- the sum of the slices ------------------------------------------------------------------------------------------
 
-constexpr int kFinishThreads = 256;
+constexpr int kFinishThreads = 256, kFinishAcross = 32;
 
 struct FinishArgs {
   const float4* workspace;
-  int vectors;  // of four channels in a slice
-  int slices, taps, in_channels;
-  bool dense;  // out lies as a slice does
-  FastDivide by_row_vectors, by_taps, by_kernel_w;
+  int64_t vectors;  // of four channels in a slice
+  int slices, taps, in_channels, row_vectors, kernel_w;
   void* out;
   Strides strides;
   DType dtype;
@@ -311,22 +307,19 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 
 // A vector of four channels per thread of kAcross; the other threads of a block have every kDown-th slice, in four chains.
 template <int kDown>
-__global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const __grid_constant__ FinishArgs a) {
+__global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const FinishArgs a) {
   constexpr int kAcross = kFinishThreads / kDown, kChains = 4;
   __shared__ float4 scratch[kDown > 1 ? kFinishThreads : 1];
   const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
-  const int vector = static_cast<int>(blockIdx.x) * kAcross + across;
+  const int64_t vector = int64_t(blockIdx.x) * kAcross + across;
   let_later_kernels_start();
   wait_for_earlier_kernels();
   float4 sum[kChains] = {};
   if (vector < a.vectors) {
-    const float4* from = a.workspace + vector + int64_t(down) * a.vectors;
-    const int64_t step = int64_t(kDown) * a.vectors;
     for (int slice = down; slice < a.slices; slice += kChains * kDown) {
 #pragma unroll
       for (int i = 0; i < kChains; ++i) {
-        if (slice + i * kDown < a.slices) sum[i] = add(sum[i], *from);
-        from += step;
+        if (slice + i * kDown < a.slices) sum[i] = add(sum[i], a.workspace[(slice + i * kDown) * a.vectors + vector]);
       }
     }
   }
@@ -341,17 +334,11 @@ __global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const
     total = scratch[threadIdx.x];  // each thread's own
   }
   if (down > 0 || vector >= a.vectors) return;
-  // What optimizers keep: weights in float, channels_last. The divisions below cost as much as reading two slices.
-  if (a.dense && a.dtype == DType::kFloat32) {
-    static_cast<float4*>(a.out)[vector] = total;
-    return;
-  }
-  int row, c, k, tap, r, s;
-  a.by_row_vectors.divide(vector, row, c);
-  a.by_taps.divide(row, k, tap);
-  a.by_kernel_w.divide(tap, r, s);
-  c *= 4;
-  const int64_t to = k * a.strides.n + c * a.strides.c + r * a.strides.h + s * a.strides.w;
+  const int64_t row = vector / a.row_vectors;
+  const int c = static_cast<int>(vector - row * a.row_vectors) * 4, k = static_cast<int>(row / a.taps);
+  const int tap = static_cast<int>(row - int64_t(k) * a.taps);
+  const int64_t to =
+      k * a.strides.n + c * a.strides.c + tap / a.kernel_w * a.strides.h + tap % a.kernel_w * a.strides.w;
   const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -522,21 +509,15 @@ void wgrad_sm90(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStre
   const ConvShape& s = a.shape;
   FinishArgs f;
   f.workspace = static_cast<const float4*>(a.workspace);
-  f.vectors = static_cast<int>(wgrad_slice_floats(s) / 4);
+  f.vectors = wgrad_slice_floats(s) / 4;
   f.slices = plan.slices;
   f.taps = s.kernel_h * s.kernel_w;
   f.in_channels = s.in_channels;
-  const Strides& out = a.grad_weight_strides;
-  f.dense = s.in_channels % 4 == 0 && out.c == 1 && (f.taps == 1 || out.w == s.in_channels) &&
-            (f.taps == 1 || out.h == s.kernel_w * out.w) && out.n == int64_t(f.taps) * s.in_channels &&
-            is_aligned(a.grad_weight, 16);
-  f.by_row_vectors = FastDivide(wgrad_pitch(s) / 4);
-  f.by_taps = FastDivide(f.taps);
-  f.by_kernel_w = FastDivide(s.kernel_w);
+  f.row_vectors = wgrad_pitch(s) / 4;
+  f.kernel_w = s.kernel_w;
   f.out = a.grad_weight;
-  f.strides = out;
+  f.strides = a.grad_weight_strides;
   f.dtype = a.grad_weight_dtype;
-  if (const char* mode = getenv("WF_FINISH"); mode && *mode == '0') return;
   if (plan.slices <= 8) {
     finish<1>(f, stream);
   } else if (plan.slices <= 32) {
