@@ -33,7 +33,11 @@ def describe(case: cases.Case, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def check(
-    case: cases.Case, precision: str, cuda: torch.device, layout: str = "nhwc", x_dtype: torch.dtype | None = None
+    case: cases.Case,
+    precision: str,
+    cuda: torch.device,
+    layout: str = "nhwc",
+    x_dtype: torch.dtype | None = None,
 ) -> None:
     """Gradients of x and of a float32 weight, twice, from poisoned memory."""
     dtype = op_checks.PRECISIONS[precision]
@@ -97,7 +101,15 @@ DENSE = [
 DEPTHWISE = [
     cases.Case(f"depthwise-{k}x{k}-{c}-{h}x{w}", c, c, h, w, (k, k), (1, 1), (k // 2, k // 2), groups=c)
     for k in (3, 5, 7)
-    for c, h, w in ((64, 40, 40), (80, 20, 20), (24, 23, 41), (130, 9, 7), (10, 5, 3), (256, 3, 70), (8, 30, 100))
+    for c, h, w in (
+        (64, 40, 40),
+        (80, 20, 20),
+        (24, 23, 41),
+        (130, 9, 7),
+        (10, 5, 3),
+        (256, 3, 70),
+        (8, 30, 100),
+    )
 ]
 
 
@@ -126,11 +138,14 @@ def test_layouts_of_x(cuda, case, layout):
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize(
     "case",
-    [dense(3, k, h, w, 3, 2) for k, h, w in ((16, 64, 96), (24, 9, 8), (48, 31, 328), (64, 17, 640), (96, 6, 40))],
+    [
+        dense(3, k, h, w, 3, 2)
+        for k, h, w in ((16, 64, 96), (24, 9, 8), (48, 31, 328), (64, 17, 640), (96, 6, 40))
+    ],
     ids=str,
 )
 def test_first_convolution(cuda, case, precision, x_dtype, layout):
-    """A strip of outputs that is not full, several, an odd height, tiles of 16 to 64 channels and two blocks of them."""
+    """A strip of outputs that is not full, several, odd heights, 16 to 64 channels a block, two blocks of them."""
     if torch.cuda.get_device_capability() == (9, 0):
         assert describe(case, op_checks.PRECISIONS[precision])[1] == "wgrad/stem"
     check(case, precision, cuda, layout, x_dtype)

@@ -89,7 +89,7 @@ GradientChoice choose_gradients(const MenuQuery& query) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
-  choice.stem = has_wgrad_stem(query.shape, query.dtype) && environment("WF_STEM").empty();
+  choice.stem = has_wgrad_stem(query.shape, query.dtype);
   if (wished == Wish::kFastest && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {

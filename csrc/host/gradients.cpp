@@ -110,7 +110,8 @@ WgradArgs wgrad_inputs(const ConvShape& shape, const Tensor& grad_z, const Tenso
 // Whether the stem's kernel reads x and grad_z as they lie.
 bool is_for_stem(const Convolution& convolution, const Tensor& grad_z, const Tensor& x) {
   return dtype_of(grad_z.scalar_type()) == convolution.dtype() &&
-         wgrad_stem_serves(wgrad_inputs(convolution.shape(), grad_z, x), dtype_of(x.scalar_type()), convolution.dtype());
+         wgrad_stem_serves(wgrad_inputs(convolution.shape(), grad_z, x), dtype_of(x.scalar_type()),
+                           convolution.dtype());
 }
 
 // The weight gradient by our own kernels, in the dtype and strides of `weight`.
@@ -121,10 +122,9 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
   Tensor grad = torch::stable::empty_like(weight);
   if (grad.numel() == 0) return grad;
   const bool sm90 = choice.wgrad == WgradFamily::kSm90;
-  const Tensor workspace = empty_bytes(
-      x, choice.stem ? wgrad_stem_workspace_bytes(s)
-         : sm90      ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float))
-                     : wgrad_workspace_bytes(s, dtype));
+  const Tensor workspace = empty_bytes(x, choice.stem ? wgrad_stem_workspace_bytes(s)
+                                          : sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float))
+                                                 : wgrad_workspace_bytes(s, dtype));
   WgradArgs args = wgrad_inputs(s, grad_z, x);
   args.grad_weight = grad.mutable_data_ptr();
   args.grad_weight_strides = strides_of(grad);

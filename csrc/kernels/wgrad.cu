@@ -716,7 +716,7 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
   if constexpr (kBytes == 2) {
     constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-    if (!getenv("WF_OLD") && wgrad_depthwise_mma_serves(a, kDType)) {
+    if (wgrad_depthwise_mma_serves(a, kDType)) {
       return wgrad_depthwise_mma(a, kDType, stream);
     }
     if (taps_served(a.shape, DType::kFloat16) && short_distances(a) && grad_in_lanes(a, 2, kBytes) &&

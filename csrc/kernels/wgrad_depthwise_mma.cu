@@ -30,6 +30,9 @@
 #include "device/launch_limits.cuh"
 #include "device/tensor_core.cuh"
 
+// Below 8.0 the kernel's body is empty, and the functions that it calls are left over.
+#pragma nv_diag_suppress 177
+
 namespace yolo12_fastconv {
 namespace {
 
@@ -157,7 +160,8 @@ class Loader {
       const bool inside = n < s.batch && channel < s.out_channels && w >= 0 && w < (is_x ? s.in_w : s.out_w);
       Piece& piece = piece_[i];
       // Images of a stage lie behind each other in each group of channels, x before grad_z.
-      piece.to = ((is_x ? 0 : g_.octets * 2 * x_columns(g_.groups, kTaps)) + (octet * 2 + image) * columns + column) * 16;
+      piece.to =
+          ((is_x ? 0 : g_.octets * 2 * x_columns(g_.groups, kTaps)) + (octet * 2 + image) * columns + column) * 16;
       if (is_x) {
         const int top = p - s.pad_h;
         piece.first = max(0, -top);
@@ -185,6 +189,7 @@ class Loader {
 template <class T, int kTaps>
 __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad_depthwise_mma_kernel(
     const __grid_constant__ WgradArgs a, const __grid_constant__ Cut g) {
+#if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
   constexpr int kPairs = (kTaps + 1) / 2;  // of rows of the filter
   const uint32_t base = shared_address(shared);
@@ -271,7 +276,7 @@ __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad
     for (int s = 0; s < kTaps; ++s) {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        const float(&d)[4] = sum[s][pair];
+        const float (&d)[4] = sum[s][pair];
         to[(2 * pair * kTaps + s) * width] = odd ? d[1] : d[0];
         if (2 * pair + 1 < kTaps) to[((2 * pair + 1) * kTaps + s) * width] = odd ? d[3] : d[2];
       }
@@ -287,6 +292,7 @@ __global__ __launch_bounds__(kMostWarps * 32, resident_blocks(kTaps)) void wgrad
     const int channel = chunk * width + place * 8 + i % 8;
     if (channel < a.shape.out_channels) out[int64_t(tap) * a.shape.out_channels + channel] = total;
   }
+#endif
 }
 
 template <class T, int kTaps>
@@ -297,6 +303,14 @@ void launch(const WgradArgs& a, const Cut& g, cudaStream_t stream) {
   const unsigned int blocks = checked_grid(int64_t(g.slices) * g.chunks, kName);
   launch_dependent<kKernel>(kName, blocks, 32 * g.octets * g.groups, bytes, stream, a, g);
   add_wgrad_slices(a, g.slices, stream);
+}
+
+// For which the kernel was written; before 8.0 its body is empty.
+bool has_tensor_cores() {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  return major >= 8;
 }
 
 }  // namespace
@@ -311,9 +325,10 @@ int wgrad_depthwise_mma_slices(const ConvShape& s, DType dtype) {
 bool wgrad_depthwise_mma_serves(const WgradArgs& a, DType dtype) {
   const ConvShape& s = a.shape;
   // The stride of a dimension of size 1 is never used.
-  const bool aligned = is_aligned(a.x, 16) && is_aligned(a.grad_z, 16) && (s.out_pixels() <= 1 || a.grad_z_stride % 8 == 0) &&
-                       (s.batch == 1 || a.x_strides.n % 8 == 0) && (s.in_h == 1 || a.x_strides.h % 8 == 0) &&
-                       (s.in_w == 1 || a.x_strides.w % 8 == 0);
+  const bool aligned = is_aligned(a.x, 16) && is_aligned(a.grad_z, 16) &&
+                       (s.out_pixels() <= 1 || a.grad_z_stride % 8 == 0) && (s.batch == 1 || a.x_strides.n % 8 == 0) &&
+                       (s.in_h == 1 || a.x_strides.h % 8 == 0) && (s.in_w == 1 || a.x_strides.w % 8 == 0);
+  if (!has_tensor_cores()) return false;
   const bool short_rows = std::abs(a.x_strides.h) < (1 << 29) && std::abs(s.out_w * a.grad_z_stride) < (1 << 29);
   return aligned && short_rows && wgrad_depthwise_mma_slices(s, dtype) > 0;
 }
