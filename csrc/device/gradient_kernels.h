@@ -26,7 +26,7 @@ void transpose_filter(const TransposeFilterArgs& args, cudaStream_t stream);
 // gradient. kernels/wgrad.cu
 void add_wgrad_slices(const WgradArgs& args, int slices, cudaStream_t stream);
 
-// Gradient of a depthwise weight in half and bfloat16: square filters, stride 1, a multiple of 8 channels. How many slices
+// Gradient of a 7x7 depthwise weight in half and bfloat16: stride 1, a multiple of 8 channels. How many slices
 // the workspace of wgrad() holds then, 0 where there is no kernel for the shape; whether it serves: rows of x and grad_z
 // aligned to 16 bytes too. kernels/wgrad_depthwise_mma.cu
 int wgrad_depthwise_mma_slices(const ConvShape& shape, DType dtype);

@@ -5,7 +5,7 @@
 // x is NHWC with any strides of n, h and w (slices), grad_z a matrix (pixels, K) with any row stride, dw has any strides
 // and any of the four dtypes.
 //
-// Both kernels cut the outputs into slices and leave one sum per slice and element of dw in the workspace, as
+// All kernels cut the outputs into slices and leave one sum per slice and element of dw in the workspace, as
 // [slice][k][r][s][c]; a second launch adds the slices. No atomics: the order of all sums depends on shape and alignment
 // alone. Sums are float (double for double), and none is long. A chain of n additions of random products is off by
 // about 2.5e-8 * sqrt(n / 2) of its result: 4e-6 for 51200 pixels in one, which is where cuDNN stands. Here a chain has
@@ -15,6 +15,7 @@
 // - wgrad_depthwise_taps_kernel, half and bfloat16, square filters with stride 1, an even number of channels: a thread has
 //   two channels and all taps. A column of x and one value of grad_z bring 49 FMAs per channel for 7x7. Chains are those
 //   of a slice, some thousand products, which adds 1e-6 to a result that stock rounds to half.
+//   Of 7x7 it has what wgrad_depthwise_mma.cu does not: channels that are no multiple of 8, GPUs without tensor cores.
 // - wgrad_depthwise_kernel, the rest in half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
 //   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
 //   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
