@@ -125,3 +125,8 @@ def test_switches(monkeypatch):
     assert gradients(case)[1] == named
     monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", "wgrad/sm90/window/64x32x64x15/999999")
     assert gradients(case)[1] != "wgrad/sm90/window/64x32x64x15/999999"
+    stem = cases.Case("", 3, 64, 64, 96, (3, 3), (2, 2), (1, 1))
+    assert gradients(stem)[1] == "wgrad/stem"
+    named = "wgrad/sm90/window/64x16x64x11/3"
+    monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", named)
+    assert gradients(stem)[1] == named

@@ -95,6 +95,7 @@ GradientChoice choose_gradients(const MenuQuery& query) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;
       choice.plan = *named;
+      choice.stem = false;
       return choice;
     }
   }
