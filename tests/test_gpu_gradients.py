@@ -32,23 +32,30 @@ def describe(case: cases.Case, dtype: torch.dtype) -> tuple[str, str]:
     )  # fmt: skip
 
 
-def check(case: cases.Case, precision: str, cuda: torch.device, layout: str = "nhwc") -> None:
+def check(
+    case: cases.Case,
+    precision: str,
+    cuda: torch.device,
+    layout: str = "nhwc",
+    x_dtype: torch.dtype | None = None,
+) -> None:
     """Gradients of x and of a float32 weight, twice, from poisoned memory."""
     dtype = op_checks.PRECISIONS[precision]
-    inputs = case.inputs(dtype, cuda)
+    inputs = case.inputs(x_dtype or dtype, cuda)
+    grad_y = inputs.grad_y.to(dtype)
     x, weight = cases.relayout(inputs.x, layout), inputs.weight.float()
 
     def run() -> tuple[Tensor, Tensor]:
-        op_checks.poison([x, weight, inputs.grad_y])
+        op_checks.poison([x, weight, grad_y])
         grads = torch.ops.yolo12_fastconv.conv_bn_act_backward(
-            inputs.grad_y, x, weight, None, None, None, None, None, 0.0, list(case.stride), list(case.padding),
+            grad_y, x, weight, None, None, None, None, None, 0.0, list(case.stride), list(case.padding),
             list(case.dilation), case.groups, 0, dtype, False, [True, True, False, False, False],
         )  # fmt: skip
         return grads[0], grads[1]
 
     first, second = run(), run()
     truth = torch.ops.aten.convolution_backward(
-        inputs.grad_y.double(), x.double(), weight.to(dtype).double(), None, case.stride, case.padding,
+        grad_y.double(), x.to(dtype).double(), weight.to(dtype).double(), None, case.stride, case.padding,
         case.dilation, False, [0, 0], case.groups, [True, True, False],
     )  # fmt: skip
     for name, ours, again, right, limit in zip(
@@ -94,7 +101,15 @@ DENSE = [
 DEPTHWISE = [
     cases.Case(f"depthwise-{k}x{k}-{c}-{h}x{w}", c, c, h, w, (k, k), (1, 1), (k // 2, k // 2), groups=c)
     for k in (3, 5, 7)
-    for c, h, w in ((64, 40, 40), (80, 20, 20), (24, 23, 41), (130, 9, 7), (10, 5, 3), (256, 3, 70))
+    for c, h, w in (
+        (64, 40, 40),
+        (80, 20, 20),
+        (24, 23, 41),
+        (130, 9, 7),
+        (10, 5, 3),
+        (256, 3, 70),
+        (8, 30, 100),
+    )
 ]
 
 
@@ -116,6 +131,24 @@ def test_gradients(cuda, case, precision):
 )
 def test_layouts_of_x(cuda, case, layout):
     check(case, "float16", cuda, layout)
+
+
+@pytest.mark.parametrize("layout", ["nhwc", "nchw", "slice", "misaligned"])
+@pytest.mark.parametrize("x_dtype", [torch.float32, None], ids=["pictures in float", "in half"])
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense(3, k, h, w, 3, 2)
+        for k, h, w in ((16, 64, 96), (24, 9, 8), (48, 31, 328), (64, 17, 640), (96, 6, 40))
+    ],
+    ids=str,
+)
+def test_first_convolution(cuda, case, precision, x_dtype, layout):
+    """A strip of outputs that is not full, several, odd heights, 16 to 64 channels a block, two blocks of them."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert describe(case, op_checks.PRECISIONS[precision])[1] == "wgrad/stem"
+    check(case, precision, cuda, layout, x_dtype)
 
 
 def test_every_tile(cuda, monkeypatch):

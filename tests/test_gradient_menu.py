@@ -48,7 +48,7 @@ def test_own_kernels_have_every_layer_of_the_models(monkeypatch, dtype, batch):
     monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
     for case in shapes(batch):
         dgrad, wgrad = gradients(case, dtype)
-        expected = "wgrad/simt" if case.groups > 1 else "wgrad/sm90"
+        expected = "wgrad/simt" if case.groups > 1 else "wgrad/stem" if case.ci == 3 else "wgrad/sm90"
         assert wgrad.startswith(expected), f"{case}: {wgrad}"
         assert (dgrad == "aten") == (case.stride != (1, 1)), f"{case}: {dgrad}"
 
@@ -125,3 +125,8 @@ def test_switches(monkeypatch):
     assert gradients(case)[1] == named
     monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", "wgrad/sm90/window/64x32x64x15/999999")
     assert gradients(case)[1] != "wgrad/sm90/window/64x32x64x15/999999"
+    stem = cases.Case("", 3, 64, 64, 96, (3, 3), (2, 2), (1, 1))
+    assert gradients(stem)[1] == "wgrad/stem"
+    named = "wgrad/sm90/window/64x16x64x11/3"
+    monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", named)
+    assert gradients(stem)[1] == named

@@ -22,6 +22,25 @@ struct TransposeFilterArgs {
 // kernels/transpose_filter.cu
 void transpose_filter(const TransposeFilterArgs& args, cudaStream_t stream);
 
+// Float sums of slices in the workspace, [slice][k][tap][c] or, depthwise, [slice][tap][channel], added up to the weight's
+// gradient. kernels/wgrad.cu
+void add_wgrad_slices(const WgradArgs& args, int slices, cudaStream_t stream);
+
+// Gradient of a 7x7 depthwise weight in half and bfloat16: stride 1, a multiple of 8 channels. How many slices
+// the workspace of wgrad() holds then, 0 where there is no kernel for the shape; whether it serves: rows of x and grad_z
+// aligned to 16 bytes too. kernels/wgrad_depthwise_mma.cu
+int wgrad_depthwise_mma_slices(const ConvShape& shape, DType dtype);
+bool wgrad_depthwise_mma_serves(const WgradArgs& args, DType dtype);
+void wgrad_depthwise_mma(const WgradArgs& args, DType dtype, cudaStream_t stream);
+
+// Gradient of the first convolution's weight, 3x3 over 3 channels with stride 2 and padding 1, in half and bfloat16. x: in
+// that dtype or in float, planar or interleaved, rows aligned to 16 bytes, as are those of grad_z.
+// kernels/wgrad_stem.cu
+bool has_wgrad_stem(const ConvShape& shape, DType dtype);
+bool wgrad_stem_serves(const WgradArgs& args, DType x_dtype, DType dtype);
+int64_t wgrad_stem_workspace_bytes(const ConvShape& shape);
+void wgrad_stem(const WgradArgs& args, DType x_dtype, DType dtype, cudaStream_t stream);
+
 // Gradient of a dense weight in half and bfloat16, for compute capability 9.0. x: NHWC, nested strides; rows of x and
 // grad_z aligned to 16 bytes. Workspace of plan.slices * wgrad_slice_floats() floats. kernels/wgrad_sm90.cu
 bool is_wgrad_sm90_built();

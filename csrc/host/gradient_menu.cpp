@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "targets.h"
 
@@ -88,11 +89,13 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  choice.stem = has_wgrad_stem(query.shape, query.dtype);
   if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;
       choice.plan = *named;
+      choice.stem = false;
       return choice;
     }
   }
@@ -120,6 +123,7 @@ std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query) {
 }
 
 std::string wgrad_name(const GradientChoice& choice) {
+  if (choice.stem) return "wgrad/stem";
   switch (choice.wgrad) {
     case WgradFamily::kSm90: return wgrad_sm90_name(choice.plan);
     case WgradFamily::kSimt: return "wgrad/simt";

@@ -19,6 +19,7 @@ struct GradientChoice {
   std::optional<ConvShape> dgrad;  // to be run by the forward kernels
   WgradFamily wgrad = WgradFamily::kAten;
   WgradPlan plan;  // kSm90 only
+  bool stem = false;  // kernels/wgrad_stem.cu instead, where it serves x as it lies at the call
 };
 
 // By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "aten" none that ATen

@@ -139,6 +139,24 @@ Tensor bias_gradient(const Tensor& grad_z, DType dtype, DType sum_dtype, cudaStr
   return sums;
 }
 
+// What the kernels of weight gradients read; where they write is for weight_gradient() to say.
+WgradArgs wgrad_inputs(const ConvShape& shape, const Tensor& grad_z, const Tensor& x) {
+  WgradArgs args = {};
+  args.shape = shape;
+  args.grad_z = grad_z.const_data_ptr();
+  args.grad_z_stride = row_stride(grad_z);
+  args.x = x.const_data_ptr();
+  args.x_strides = strides_of(x);
+  return args;
+}
+
+// Whether the stem's kernel reads x and grad_z as they lie.
+bool is_for_stem(const Convolution& convolution, const Tensor& grad_z, const Tensor& x) {
+  return dtype_of(grad_z.scalar_type()) == convolution.dtype() &&
+         wgrad_stem_serves(wgrad_inputs(convolution.shape(), grad_z, x), dtype_of(x.scalar_type()),
+                           convolution.dtype());
+}
+
 // The weight gradient by our own kernels, in the dtype and strides of `weight`.
 Tensor weight_gradient(const Convolution& convolution, const GradientChoice& choice, const Tensor& grad_z,
                        const Tensor& x, const Tensor& weight) {
@@ -147,19 +165,17 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
   Tensor grad = torch::stable::empty_like(weight);
   if (grad.numel() == 0) return grad;
   const bool sm90 = choice.wgrad == WgradFamily::kSm90;
-  const Tensor workspace = empty_bytes(
-      x, sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float)) : wgrad_workspace_bytes(s, dtype));
-  WgradArgs args;
-  args.shape = s;
-  args.grad_z = grad_z.const_data_ptr();
-  args.grad_z_stride = row_stride(grad_z);
-  args.x = x.const_data_ptr();
-  args.x_strides = strides_of(x);
+  const Tensor workspace = empty_bytes(x, choice.stem ? wgrad_stem_workspace_bytes(s)
+                                          : sm90 ? choice.plan.slices * wgrad_slice_floats(s) * int64_t(sizeof(float))
+                                                 : wgrad_workspace_bytes(s, dtype));
+  WgradArgs args = wgrad_inputs(s, grad_z, x);
   args.grad_weight = grad.mutable_data_ptr();
   args.grad_weight_strides = strides_of(grad);
   args.grad_weight_dtype = dtype_of(grad.scalar_type());
   args.workspace = workspace.mutable_data_ptr();
-  if (sm90) {
+  if (choice.stem) {
+    wgrad_stem(args, dtype_of(x.scalar_type()), dtype, convolution.stream());
+  } else if (sm90) {
     wgrad_sm90(args, dtype, choice.plan, convolution.stream());
   } else {
     wgrad(args, dtype, convolution.stream());
@@ -228,10 +244,11 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   ConvGrads grads;
   if (conv_wanted) {
     const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
-    const GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
+    GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
+    own.stem = own.stem && is_for_stem(convolution, grad_z, x);
     const bool own_x = wanted[kGradX] && own.dgrad.has_value();
-    const bool own_weight = wanted[kGradWeight] && own.wgrad != WgradFamily::kAten;
-    const bool sm90_weight = own_weight && own.wgrad == WgradFamily::kSm90;
+    const bool own_weight = wanted[kGradWeight] && (own.stem || own.wgrad != WgradFamily::kAten);
+    const bool sm90_weight = own_weight && !own.stem && own.wgrad == WgradFamily::kSm90;
     Tensor grad_bias;
     if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
@@ -243,7 +260,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     }
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
     const bool calls_aten = others[0] || others[1];
-    const Tensor cast_x = calls_aten || (own_weight && !sm90_weight) ? convolution.cast_x() : x;
+    const Tensor cast_x = calls_aten || (own_weight && !sm90_weight && !own.stem) ? convolution.cast_x() : x;
     if (calls_aten) {
       const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
       ConvGrads rest = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);

@@ -5,7 +5,7 @@
 // x is NHWC with any strides of n, h and w (slices), grad_z a matrix (pixels, K) with any row stride, dw has any strides
 // and any of the four dtypes.
 //
-// Both kernels cut the outputs into slices and leave one sum per slice and element of dw in the workspace, as
+// All kernels cut the outputs into slices and leave one sum per slice and element of dw in the workspace, as
 // [slice][k][r][s][c]; a second launch adds the slices. No atomics: the order of all sums depends on shape and alignment
 // alone. Sums are float (double for double), and none is long. A chain of n additions of random products is off by
 // about 2.5e-8 * sqrt(n / 2) of its result: 4e-6 for 51200 pixels in one, which is where cuDNN stands. Here a chain has
@@ -15,6 +15,7 @@
 // - wgrad_depthwise_taps_kernel, half and bfloat16, square filters with stride 1, an even number of channels: a thread has
 //   two channels and all taps. A column of x and one value of grad_z bring 49 FMAs per channel for 7x7. Chains are those
 //   of a slice, some thousand products, which adds 1e-6 to a result that stock rounds to half.
+//   Of 7x7 it has what wgrad_depthwise_mma.cu does not: channels that are no multiple of 8, GPUs without tensor cores.
 // - wgrad_depthwise_kernel, the rest in half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
 //   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
 //   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
@@ -31,7 +32,9 @@
 #include <type_traits>
 
 #include "device/async_copy.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
+#include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
@@ -597,6 +600,8 @@ __global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kerne
   __shared__ Acc scratch[kFinishDown][kFinishAcross];
   const int lane = threadIdx.x % kFinishAcross, down = threadIdx.x / kFinishAcross;
   const int64_t element = int64_t(blockIdx.x) * kFinishAcross + lane;
+  let_later_kernels_start();
+  wait_for_earlier_kernels();
   Acc sum[kFinishChains] = {};
   if (element < plan.elements) {
     const Acc* const in = static_cast<const Acc*>(a.workspace) + element;
@@ -629,10 +634,17 @@ __global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kerne
 }
 
 template <class Acc>
-void finish(const WgradArgs& a, const FinishPlan& plan, cudaStream_t stream) {
+void finish(const WgradArgs& a, int slices, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const int taps = s.kernel_h * s.kernel_w;
+  const Strides& to = a.grad_weight_strides;
+  const FinishPlan plan =
+      s.groups > 1
+          ? FinishPlan{int64_t(taps) * s.out_channels, slices, taps, s.out_channels, s.kernel_w, {0, to.n, to.h, to.w}}
+          : FinishPlan{int64_t(s.out_channels) * taps * s.in_channels, slices, taps, s.in_channels, s.kernel_w, to};
   const unsigned int blocks = checked_grid(ceil_div<int64_t>(plan.elements, kFinishAcross), "wgrad, sum of slices");
-  finish_wgrad_kernel<Acc><<<blocks, kFinishAcross * kFinishDown, 0, stream>>>(a, plan);
-  check_launch("wgrad, sum of slices");
+  launch_dependent<finish_wgrad_kernel<Acc>>("wgrad, sum of slices", blocks, kFinishAcross * kFinishDown, 0, stream, a,
+                                             plan);
 }
 
 // ---- host ----
@@ -681,14 +693,7 @@ void launch_taps(const WgradArgs& a, cudaStream_t stream) {
     wgrad_depthwise_taps_kernel<T, kTaps><<<blocks, kTapThreads, 0, stream>>>(a, g);
     check_launch("wgrad, depthwise");
   }
-  finish<float>(a,
-                {int64_t(kTaps) * kTaps * s.out_channels,
-                 g.slices,
-                 kTaps * kTaps,
-                 s.out_channels,
-                 kTaps,
-                 {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
-                stream);
+  finish<float>(a, g.slices, stream);
 }
 
 template <class T, int kLanes, int kTaps>
@@ -704,21 +709,17 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, depthwise");
   }
-  const int taps = s.kernel_h * kTaps;
-  finish<Accumulator<T>>(a,
-                         {int64_t(taps) * s.out_channels,
-                          g.slices,
-                          taps,
-                          s.out_channels,
-                          kTaps,
-                          {0, a.grad_weight_strides.n, a.grad_weight_strides.h, a.grad_weight_strides.w}},
-                         stream);
+  finish<Accumulator<T>>(a, g.slices, stream);
 }
 
 template <class T>
 void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
   if constexpr (kBytes == 2) {
+    constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    if (wgrad_depthwise_mma_serves(a, kDType)) {
+      return wgrad_depthwise_mma(a, kDType, stream);
+    }
     if (taps_served(a.shape, DType::kFloat16) && short_distances(a) && grad_in_lanes(a, 2, kBytes) &&
         x_in_lanes(a, 2, kBytes)) {
       switch (a.shape.kernel_w) {
@@ -754,10 +755,7 @@ void launch_dense(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, dense");
   }
-  finish<T>(a,
-            {int64_t(s.out_channels) * g.columns, g.slices, s.kernel_h * s.kernel_w, s.in_channels, s.kernel_w,
-             a.grad_weight_strides},
-            stream);
+  finish<T>(a, g.slices, stream);
 }
 
 }  // namespace
@@ -774,8 +772,11 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
   // Whether words fit depends on pointers too: room for either cut.
   int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
   if (taps_served(s, dtype)) slices = std::max(slices, cut_taps(s).slices);
+  slices = std::max(slices, wgrad_depthwise_mma_slices(s, dtype));
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
+
+void add_wgrad_slices(const WgradArgs& a, int slices, cudaStream_t stream) { finish<float>(a, slices, stream); }
 
 void wgrad(const WgradArgs& a, DType dtype, cudaStream_t stream) {
   const ConvShape& s = a.shape;
