@@ -124,7 +124,7 @@ def test_the_mode_is_set_and_left():
 
 def test_training_takes_the_mode_over():
     yolo = patch_model(YOLO("yolo12n.yaml"), memory="low")
-    trainer = training.fast_trainer(yolo._smart_load("trainer"), **yolo._training_options())
+    trainer = training.fast_trainer(yolo._smart_load("trainer"), **yolo._fastconv_options)
     assert trainer.fastconv_options == {"memory": "low"}
     assert training._without_defaults({"memory": "auto"}) == {}
 
