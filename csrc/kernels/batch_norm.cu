@@ -27,6 +27,7 @@
 
 #include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/kernels.h"
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
