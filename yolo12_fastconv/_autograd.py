@@ -382,7 +382,7 @@ class _Training(torch.autograd.Function):
         return _training_backward(ctx, grad_y, None)
 
 
-class _TrainingAndPass(_Training):
+class _TrainingAndPass(torch.autograd.Function):
     """`_Training` that also returns `x`, for whatever else reads it: its backward adds their gradient to its own."""
 
     @staticmethod
