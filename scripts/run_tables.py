@@ -376,8 +376,8 @@ def _passes_part(sets: list[dict[str, Any]]) -> list[str]:
         *("torch.compile", "ours", "ours, CUDA graphs", "channels_last / ours", "peak GiB"),
     )
     return [
-        "Forward and backward of the model, ms (without the loss; deterministic mode as Ultralytics sets it); the ratio "
-        "is that of the faster of ours:",
+        "Forward and backward of the model, ms (without the loss; deterministic mode as Ultralytics sets it); the "
+        "ratio is that of the faster of ours:",
         "",
         *lines(heads, rows),
     ]
