@@ -10,9 +10,11 @@ from yolo12_fastconv._arguments import Keys, UsageError, parse_pair, positive
 
 MODELS = ("yolo12n", "yolo12s", "yolo12m", "yolo12l", "yolo12x")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+OURS = ("ours", "ours-graph")
+"""Contenders that are patched: without CUDA graphs and with them. On a CPU there is the first alone."""
 T = TypeVar("T")
 
-__all__ = ["DTYPES", "MODELS", "UsageError", "fill", "keys_of"]
+__all__ = ["DTYPES", "MODELS", "OURS", "UsageError", "fill", "keys_of"]
 
 
 def several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:

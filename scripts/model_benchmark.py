@@ -12,7 +12,7 @@ from typing import Any
 
 import timing
 import torch
-from bench_options import DTYPES, MODELS, fill, keys_of, several_or_none
+from bench_options import DTYPES, MODELS, OURS, fill, keys_of, several_or_none
 from bench_session import Gate, Session, Skipped, failure, fused, network, patched, pictures
 from records import RECORDS
 from run_tables import model_table
@@ -37,7 +37,7 @@ COMPILERS = {
     "compile-max-autotune": "max-autotune",
 }
 PEERS = (*GRAPH_PEERS, *COMPILERS)
-OURS = ("ours", "ours-graph", "ours-plain-graph")
+PATCHED = (*OURS, "ours-plain-graph")
 PLAIN_GRAPHS = ("stock-graph", "channels_last-graph", "ours-plain-graph")
 NO_TIME = "no time left"
 FIELDS = (
@@ -98,7 +98,7 @@ def measure(session: Session, options: Options, model: str, batch: int, dtype: s
     # The gate's pictures are other ones than those that are timed.
     x, other = (pictures(batch, options.imgsz, seed).to(session.device, kind) for seed in (1, 2))
     stock = fused(copy.deepcopy(base), kind)
-    names = ("stock", "ours") if session.quick else ("stock", *OURS, *options.peers)
+    names = ("stock", "ours") if session.quick else ("stock", *PATCHED, *options.peers)
     if set(names) & set(COMPILERS):  # importing it takes seconds
         torch._dynamo.reset()  # the compiled models of the set before
     with torch.inference_mode():
@@ -135,7 +135,7 @@ def _contenders(
         except Skipped as reason:
             rows[name] = _empty(name, str(reason))
         except Exception as error:  # one contender must not end the run; of ours it is a failure
-            rows[name] = _empty(name, failure(error)) | {"ok": False if name in OURS else None}
+            rows[name] = _empty(name, failure(error)) | {"ok": False if name in PATCHED else None}
     return rows, calls
 
 
@@ -170,7 +170,7 @@ def _prepare(name: str, base: Any, dtype: torch.dtype, x: Tensor) -> tuple[Netwo
 def _build(name: str, base: Any, dtype: torch.dtype) -> tuple[Network, float | None]:
     """The network of a contender as predict would have it, and the seconds of patching."""
     net, seconds = copy.deepcopy(base).eval(), None
-    if name in OURS:
+    if name in PATCHED:
         net, seconds = patched(net, cuda_graph=name == "ours-graph")
     net = fused(net, dtype)
     if name.startswith(("channels_last", "compile")):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import timing
 import torch
-from bench_options import COMMON, file_of, fill, keys_of, several
+from bench_options import COMMON, OURS, file_of, fill, keys_of, several
 from bench_session import Session, Skipped, failure, needs_device_for_graphs, network, pictures
 from records import RECORDS
 from run_tables import predict_table
@@ -44,7 +44,7 @@ CONF = 0.25
 UNLIKE = 0.05
 """Part of the detections that may differ: random weights put many on the threshold."""
 PHASES = ("preprocess", "inference", "postprocess")
-CONTENDERS = ("stock", "ours", "ours-graph")
+CONTENDERS = ("stock", *OURS)
 
 
 @dataclass

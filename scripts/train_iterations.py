@@ -19,13 +19,13 @@ from typing import Any
 
 import timing
 import torch
+from bench_options import OURS
 
 PICTURES = 32
 """Distinct pictures of a data set; a list names them as often as a run needs pictures."""
 WARM, PHASED, PROFILED = 10, 8, 3
 TIMES = "YOLO12_FASTCONV_BENCHMARK_TIMES"
 """Environment variable: the file into which rank 0 of `record_times` writes."""
-OURS = ("ours", "ours-graph")
 FIELDS = ("ms", "spread", "images_s", "gpu_busy", "phases", "peak_gib")
 
 
@@ -35,8 +35,8 @@ class Finished(Exception):
 
 def measure(session: Any, options: Any, identity: dict[str, Any]) -> dict[str, Any]:
     """One set of scope "iteration"."""
-    names = ["channels_last", "ours"]  # what Ultralytics does on CUDA by itself, and patched
-    names += [] if session.quick else ["ours-graph"]
+    # What Ultralytics does on CUDA by itself, and patched.
+    names = ["channels_last", *(OURS[:1] if session.quick else OURS)]
     names += [name for name in ("stock", "compile") if name in options.peers and name != "stock"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def settings_of(identity: dict[str, Any], folder: str, device: str) -> dict[str,
 
 
 def train(data: Path, model: str, contender: str, settings: dict[str, Any], watch: Watch) -> None:
-    """`YOLO.train` until the watch has seen enough; patched for one of `OURS`."""
+    """`YOLO.train` until the watch has seen enough; patched for one of `bench_options.OURS`."""
     from ultralytics import YOLO
 
     from yolo12_fastconv.patching import patch_model

@@ -326,7 +326,7 @@ def test_reductions_that_clusters_share(cuda, dtype, monkeypatch):
         splits.update(name.partition("-split")[2][0] for name in named)
         for name in named[:24]:
             monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
-            torch.full((1 << 20,), torch.nan, device=cuda, dtype=dtype)  # what the output is made of
+            op_checks.poison([peer])
             got = ops.conv_bn_act(x, weight, None, None, added, *geometry, act="identity")
             again = ops.conv_bn_act(x, weight, None, None, added, *geometry, act="identity")
             error = relative(got, truth)
