@@ -7,6 +7,7 @@
     scripts/benchmark.py train       [KEY=VALUE ...]   forward and backward, whole YOLO.train iterations, single blocks
     scripts/benchmark.py ddp         [KEY=VALUE ...]   YOLO.train on one GPU and on two
     scripts/benchmark.py convergence [KEY=VALUE ...]   loss curves of stock and patched training
+    scripts/benchmark.py soak        [KEY=VALUE ...]   memory while YOLO.train runs for minutes
     scripts/benchmark.py COMMAND --help                the keys of a command
     scripts/benchmark.py collect FILE [...]            add what was measured elsewhere to docs/benchmarks/
     scripts/benchmark.py plot FILE                     draw FILE again, as the .png beside it
@@ -39,6 +40,7 @@ COMMANDS = {
     "train": "train_benchmark",
     "ddp": "ddp_benchmark",
     "convergence": "convergence",
+    "soak": "soak",
 }
 """Modules with `USAGE`, `parse` and `run`. Imported when needed: they import torch and Ultralytics."""
 PLOTS = {"layers": "layer_benchmark", "convergence": "convergence"}

@@ -22,6 +22,7 @@ IDENTITY = {
     "train": ("scope", "model", "batch", "imgsz", "dtype", "mode"),
     "ddp": ("model", "batch", "imgsz", "dtype"),
     "convergence": ("model", "batch", "imgsz", "dtype", "steps", "seed"),
+    "soak": ("model", "batch", "imgsz", "dtype"),
 }
 """What a set is known by, for each kind of record."""
 _ORDER = ("scope", "target", "mode", "sizes", "dtype", "tf32", "imgsz", "batch", "model")

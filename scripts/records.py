@@ -1,7 +1,8 @@
 """What gpu_record.py and benchmark.py share: the records of docs/benchmarks/, and the part of the README made of them.
 
 There are two families of files for a GPU: <gpu>.json, tests and parity, of gpu_record.py, and <gpu>-<kind>.json, sets
-of measurements, of benchmark.py, which say their kind: layers, model, predict, train, ddp, convergence.
+of measurements, of benchmark.py, which say their kind: layers, model, predict, train, ddp, convergence,
+soak.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
 
 
-ORDER = ("model", "predict", "train", "convergence", "ddp", "layers", "parity")
+ORDER = ("model", "predict", "train", "convergence", "soak", "ddp", "layers", "parity")
 """Kinds of records as the README shows them."""
 
 

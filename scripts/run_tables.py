@@ -514,11 +514,49 @@ def convergence_part(record: dict[str, Any]) -> list[str]:
     return [text, "", *lines(heads, rows)]
 
 
+# -------------------------------------------------------------------------------------------------------------- soak
+
+
+_SOAK_HEADS = (
+    *("model", "batch", "precision", "contender", "minutes", "steps", "epochs", "allocated, MiB", "growth"),
+    *("reserved, MiB", "growth", "host, MiB", "growth", "verdict"),
+)
+
+
+def _soak_rows(one: dict[str, Any]) -> list[tuple[object, ...]]:
+    def pair(row: dict[str, Any], name: str) -> tuple[str, str]:
+        return number(row[name]), number(row[f"{name}_growth"], 1)
+
+    return [
+        (
+            *(one["model"], one["batch"], one["dtype"], row["contender"]),
+            *(number(quotient(row["seconds"], 60), 1), number(row["steps"]), row["epochs"]),
+            *(*pair(row, "allocated_mib"), *pair(row, "reserved_mib"), *pair(row, "host_mib")),
+            row["note"] or "steady",
+        )
+        for row in one["rows"]
+    ]
+
+
+def soak_table(sets: list[dict[str, Any]]) -> str:
+    return "\n".join("\n".join([title(one), "", *lines(_SOAK_HEADS, _soak_rows(one)), ""]) for one in sets)
+
+
+def soak_part(record: dict[str, Any]) -> list[str]:
+    rows = [row for one in complete(record) for row in _soak_rows(one)]
+    text = (
+        f"Memory while `YOLO.train` runs, {conditions(record)}: an epoch ends with a smaller batch, validation and a "
+        "checkpoint. Growth is from the second third of the epochs to the last."
+    )
+    return [text, "", *lines(_SOAK_HEADS, rows)]
+
+
 PARTS: dict[str, Part] = {
     "model": model_part,
     "predict": predict_part,
     "train": train_part,
     "ddp": ddp_part,
     "convergence": convergence_part,
+    "soak": soak_part,
 }
 """The README's part of each kind of record, without the line that names the file."""

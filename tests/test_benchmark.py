@@ -311,7 +311,22 @@ def samples(benchmark):
             {"contender": name, "losses": [factor * loss for loss in curve], "last": 6.0, "map50": 0.8, "map": 0.6}
             for name, factor in runs
         ])},
+        "soak": {**whole, "rows": [importlib.import_module("soak").judge("ours-graph", epochs_of(0.0))]},
     }  # fmt: skip
+
+
+def epochs_of(growth, count=14):
+    """Memory after each epoch of a training that grows by so many MiB an epoch after the first two."""
+    return [
+        {
+            "steps": 25 * (i + 1),
+            "seconds": 60.0 * (i + 1),
+            "allocated_mib": 700.0,
+            "reserved_mib": 4000.0,
+            "host_mib": 3000.0 + growth * max(i - 1, 0),
+        }
+        for i in range(count)
+    ]
 
 
 def kind_of(name):
@@ -331,7 +346,10 @@ def test_every_kind_of_record_reaches_the_readme(benchmark, files, checkout, sam
     assert benchmark.main(["collect", *map(str, sample_files)]) == 0
     folder = checkout / "docs" / "benchmarks"
     assert {path.name for path in folder.iterdir()} == {
-        *(f"nvidia-test-1-{kind}.json" for kind in ("model", "predict", "train", "ddp", "convergence")),
+        *(
+            f"nvidia-test-1-{kind}.json"
+            for kind in ("model", "predict", "train", "ddp", "convergence", "soak")
+        ),
         "nvidia-test-1-convergence.png",
     }
     assert len(files.read(folder / "nvidia-test-1-train.json")["sets"]) == 3
@@ -344,6 +362,7 @@ def test_every_kind_of_record_reaches_the_readme(benchmark, files, checkout, sam
     assert "| yolo12n | 32 | fp16 | ours | 48 | 40 % | 1 | - | 20 | 5 | 30 | 4 | 2 | - | 7.00 |" in text
     assert "| yolo12n | 32 | 640 | fp16 | free | 3.0 | 8.0 | 2.67 |" in text
     assert "| yolo12n | 32 | fp16 | ours | 100 | 320 | 110 | 582 | 1.82 |" in text
+    assert "| ours-graph | 14.0 | 350 | 14 | 700 | 0.0 | 4000 | 0.0 | 3000 | 0.0 | steady |" in text
     assert "| inside |" in text and "![Loss curves](docs/benchmarks/nvidia-test-1-convergence.png)" in text
     assert benchmark.records.stale() == 0
 
@@ -390,6 +409,7 @@ def test_a_kind_is_not_added_to_another(benchmark, files, samples, tmp_path):
         ("ddp", "iterations=3", "give at least 13"),
         ("convergence", "stock=1", "stock must be 2, 3 or 4"),
         ("convergence", "pictures=3", "there must be a batch of them"),
+        ("soak", "contenders=compile", "contenders must be some of stock,ours,ours-graph"),
         ("profile", "model=yolo12n", "'profile model=yolo12n' is no command"),
     ],
 )
@@ -563,6 +583,31 @@ def test_a_run_that_does_not_converge_is_outside(benchmark):
     assert "its loss is" in ours(1.1, 0.81)["note"] and not ours(1.1, 0.81)["ok"]
     assert "its mAP50 is 0.100 outside" in ours(1.0, 0.70)["note"]
     assert not ours(float("nan"), 0.81)["ok"]
+
+
+def test_soak_runs_on_a_cpu(benchmark, no_gpu, capsys, monkeypatch):
+    soak = importlib.import_module("soak")
+    monkeypatch.setattr(soak, "LEAST", 3)
+    monkeypatch.setattr(soak, "LIMITS", dict.fromkeys(soak.LIMITS, 1e4))  # five epochs are all warm-up
+    arguments = ["seconds=1", "batch=2", "imgsz=64", "contenders=ours"]
+    assert benchmark.main(["soak", *arguments]) == 0
+    rows = [
+        line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| yolo12n")
+    ]
+    # Epochs go on until there are enough of them; three batches and a smaller one each.
+    epochs = int(rows[0][6])
+    assert epochs >= 5 and int(rows[0][5]) == 4 * epochs
+    assert float(rows[0][11]) > 100 and rows[0][-1] == "steady |"
+
+
+def test_soak_finds_memory_that_grows(benchmark):
+    soak = importlib.import_module("soak")
+    steady, growing = (soak.judge("ours", epochs_of(growth)) for growth in (0.0, 20.0))
+    assert steady["ok"] and steady["host_mib_growth"] == 0
+    # Twelve epochs count: the middles of the last four and of the four before them are four apart.
+    assert growing["ok"] is False and growing["note"] == "host_mib grew by 80, more than 48"
+    short = soak.judge("ours", epochs_of(20.0, 5))
+    assert short["ok"] is None and "too few" in short["note"]
 
 
 def test_reordered_pictures_keep_their_boxes(benchmark):
