@@ -123,7 +123,7 @@ def needs_device_for_graphs() -> None:
         raise Skipped("no CUDA device, so no graphs")
 
 
-def patched(net: Any, cuda_graph: bool = False) -> tuple[Any, float]:
+def patched(net: Any, cuda_graph: bool = False, memory: str = "auto") -> tuple[Any, float]:
     """`net` patched in place, and the seconds that it took.
 
     Raises:
@@ -131,7 +131,7 @@ def patched(net: Any, cuda_graph: bool = False) -> tuple[Any, float]:
     """
     if cuda_graph:
         needs_device_for_graphs()
-    return timing.timed(lambda: patch_model(net, cuda_graph=cuda_graph))
+    return timing.timed(lambda: patch_model(net, cuda_graph=cuda_graph, memory=memory))
 
 
 # -------------------------------------------------------------------------------------------------------- parity gate

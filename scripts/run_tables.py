@@ -375,11 +375,31 @@ def _passes_part(sets: list[dict[str, Any]]) -> list[str]:
         *("model", "batch", "imgsz", "precision", "mode", "stock NCHW", "stock channels_last"),
         *("torch.compile", "ours", "ours, CUDA graphs", "channels_last / ours", "peak GiB"),
     )
-    return [
+    text = [
         "Forward and backward of the model, ms (without the loss; deterministic mode as Ultralytics sets it); the "
         "ratio is that of the faster of ours:",
         "",
         *lines(heads, rows),
+    ]
+    kept = [
+        (one["model"], one["batch"], one["imgsz"], one["dtype"], *_memory_cells(one))
+        for one in sets
+        if any(row["contender"].endswith(("-low", "-fast")) for row in one["rows"])
+    ]
+    if kept:
+        heads = ("model", "batch", "imgsz", "precision", *(f'memory="{name}"' for name in _MEMORY))
+        text += ["", "By `memory=`, ms and peak GiB:", "", *lines(heads, kept)]
+    return text
+
+
+_MEMORY = {"low": "-low", "auto": "", "fast": "-fast"}
+
+
+def _memory_cells(one: dict[str, Any]) -> list[str]:
+    graphs = any(row["contender"].startswith("ours-graph-") for row in one["rows"])
+    names = [("ours-graph" if graphs else "ours") + end for end in _MEMORY.values()]
+    return [
+        f"{significant(value_of(one, name))}, {number(value_of(one, name, 'peak_gib'), 2)}" for name in names
     ]
 
 

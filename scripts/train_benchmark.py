@@ -27,7 +27,8 @@ train: training under autocast; on a CPU only to see that it runs (no record), a
   mode=deterministic,free default: deterministic, as Ultralytics trains; of scope=iteration too
   peers=stock,channels_last,compile|none             default: stock,channels_last; compile takes minutes
       stock: NCHW; channels_last: as Ultralytics trains on CUDA by default
-      always there: ours, and on a GPU ours-graph (cuda_graph=True)
+      always there: ours, and on a GPU ours-graph (cuda_graph=True), both with memory="auto"
+  memory=low,fast|none    patch_model(memory=...), with cuda_graph=True on a GPU; of scope=model; default: none
   replays=9               default                    workers=8         of the data loader; default as Ultralytics
   iterations=20           timed whole, after 10 that warm up; then 8 phase by phase, then 3 with the profiler
   cache=ram               keep decoded pictures in memory; default: False, as Ultralytics
@@ -35,6 +36,7 @@ train: training under autocast; on a CPU only to see that it runs (no record), a
 SCOPES = ("model", "iteration", "layers")
 PEERS = ("stock", "channels_last", "compile")
 MODES = ("deterministic", "free")
+MEMORY = ("low", "fast")
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Options:
     imgsz: int = 640
     mode: tuple[str, ...] = ("deterministic",)
     peers: tuple[str, ...] = ("stock", "channels_last")
+    memory: tuple[str, ...] = ()
     replays: int = 9
     workers: int = 8
     iterations: int = 20
@@ -59,6 +62,7 @@ _KEYS = keys_of(
     scope=(several(SCOPES), f"some of {','.join(SCOPES)}"),
     mode=(several(MODES), f"some of {','.join(MODES)}"),
     peers=(several_or_none(PEERS), f"some of {','.join(PEERS)}, or none"),
+    memory=(several_or_none(MEMORY), f"some of {','.join(MEMORY)}, or none"),
     workers=(int, "a number"),
     iterations=(positive, "a number from 1"),
     cache=(lambda text: {"ram": "ram", "False": False}[text], "ram or False"),

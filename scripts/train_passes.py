@@ -14,7 +14,7 @@ import torch
 from bench_options import DTYPES, OURS
 from bench_session import Session, failure, judge, network, patched, pictures
 from torch import Tensor, nn
-from train_benchmark import Options, autocast
+from train_benchmark import MEMORY, Options, autocast
 
 from yolo12_fastconv import error_rule
 from yolo12_fastconv.training import count_blocks
@@ -52,10 +52,10 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
             continue
         try:
             step = _prepare(name, base, x, dtype, rows[name])
-            rows[name] |= gate(step.twin(), WARM) if name == "ours-graph" else gate(step)
+            rows[name] |= gate(step.twin(), WARM) if _replays(name) else gate(step)
             calls[name] = functools.partial(step, x)
         except Exception as error:  # one contender must not end the run; of ours it is a failure
-            rows[name] |= {"note": failure(error), "ok": False if name in OURS else None}
+            rows[name] |= {"note": failure(error), "ok": False if name.startswith("ours") else None}
     for name, time_of in timing.wall(calls, options.replays).items():
         rows[name] |= time_of | {"images_s": round(1000 * batch / time_of["ms"], 1)}
         rows[name]["host_ms"] = timing.host_ms(calls[name])
@@ -70,6 +70,7 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
 def _names(session: Session, options: Options) -> tuple[str, ...]:
     peers = tuple(name for name in options.peers if name == "stock") if session.quick else options.peers
     ours = OURS[:1] if session.quick else OURS
+    ours += tuple(f"{ours[-1]}-{memory}" for memory in options.memory)
     return ("stock", *(name for name in peers if name not in ("stock", "compile")), *ours) + (
         ("compile",) if "compile" in peers else ()
     )
@@ -116,8 +117,9 @@ def _prepare(name: str, base: nn.Module, x: Tensor, dtype: str, row: dict[str, A
     net: Any = copy.deepcopy(base).train()
     if name != "stock" and x.is_cuda:
         net = net.to(memory_format=torch.channels_last)  # as the trainer does; pictures come NCHW
-    if name in OURS:
-        net = patched(net, name == "ours-graph")[0]
+    if name.startswith("ours"):
+        memory = next((memory for memory in MEMORY if name.endswith(memory)), "auto")
+        net = patched(net, name.startswith("ours-graph"), memory)[0]
     step = Step(net, torch.compile(net, dynamic=False) if name == "compile" else net, x.device, dtype)
     start = time.perf_counter()
     # A graph's memory counts while it is captured, and not when it is replayed.
@@ -129,8 +131,12 @@ def _prepare(name: str, base: nn.Module, x: Tensor, dtype: str, row: dict[str, A
         row["compile_s"] = round(time.perf_counter() - start, 1)
     with timing.PeakMemory(before) if x.is_cuda else contextlib.nullcontext() as peak:
         step(x)
-    row["peak_gib"] = (first if name == "ours-graph" else peak).gib if x.is_cuda else None
+    row["peak_gib"] = (first if _replays(name) else peak).gib if x.is_cuda else None
     return step
+
+
+def _replays(name: str) -> bool:
+    return name.startswith("ours-graph")
 
 
 class Gate:

@@ -384,6 +384,19 @@ def test_a_wrong_result_has_no_number_in_the_readme(benchmark, samples):
     assert "**WRONG** wrong: output[0].scores" in tables.model_table([samples["model"]])
 
 
+def test_ways_to_use_memory_have_a_table_of_their_own(benchmark, samples):
+    tables = importlib.import_module("run_tables")
+    one = samples["train"]
+    assert "memory=" not in "\n".join(tables._passes_part([one]))
+    figures = {"ours-graph": (20, 3), "ours-graph-low": (21, 2)}
+    rows = [{"contender": name, "ok": True, "ms": ms, "peak_gib": gib} for name, (ms, gib) in figures.items()]
+    text = "\n".join(tables._passes_part([{**one, "rows": rows}]))
+    assert (
+        '| memory="low" | memory="auto" | memory="fast" |' in text
+        and "| 21, 2.00 | 20, 3.00 | -, - |" in text
+    )
+
+
 def test_a_kind_is_not_added_to_another(benchmark, files, samples, tmp_path):
     path = tmp_path / "a.json"
     files.add(path, "model", "NVIDIA Test 1", samples["model"])
@@ -476,13 +489,16 @@ def test_a_wrong_model_is_marked_and_fails(benchmark, no_gpu, tmp_path, capsys, 
 def test_training_passes_run_on_a_cpu_and_find_a_wrong_gradient(benchmark, no_gpu, capsys, monkeypatch):
     passes = importlib.import_module("train_passes")
     arguments = ["train", "scope=model", "model=yolo12n", "batch=2", "imgsz=64", "dtype=fp32", "replays=1"]
-    assert benchmark.main(arguments) == 0
+    assert benchmark.main([*arguments, "memory=low,fast"]) == 0
     text = capsys.readouterr().out
-    assert "| ours |" in text and text.count("right, ") == 2
+    assert (
+        all(f"| {name} |" in text for name in ("ours", "ours-low", "ours-fast"))
+        and text.count("right, ") == 4
+    )
     patched = passes.patched
 
-    def damaged(net, cuda_graph):
-        net, seconds = patched(net, cuda_graph)
+    def damaged(net, cuda_graph, memory):
+        net, seconds = patched(net, cuda_graph, memory)
         net.model[6].cv1.conv.weight.register_hook(lambda gradient: 1.05 * gradient)
         return net, seconds
 
@@ -494,8 +510,9 @@ def test_training_passes_run_on_a_cpu_and_find_a_wrong_gradient(benchmark, no_gp
 def test_training_with_graphs_is_judged_by_a_replayed_step(benchmark, monkeypatch):
     """The gate of `ours-graph` looks at the last of enough steps, of a copy, so that the timed graph stays."""
     passes = importlib.import_module("train_passes")
-    assert passes._names(types.SimpleNamespace(quick=False), types.SimpleNamespace(peers=("stock", "compile"))) == (
-        "stock", "ours", "ours-graph", "compile",
+    options = types.SimpleNamespace(peers=("stock", "compile"), memory=("low",))
+    assert passes._names(types.SimpleNamespace(quick=False), options) == (
+        "stock", "ours", "ours-graph", "ours-graph-low", "compile",
     )  # fmt: skip
     from yolo12_fastconv import graphs
 
