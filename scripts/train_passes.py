@@ -81,12 +81,14 @@ class Step:
 
     def __init__(self, net: Any, call: Callable[[Tensor], Any], device: torch.device, dtype: str) -> None:
         self.net, self.call, self.context = net, call, functools.partial(autocast, device, dtype)
+        self.parameters = list(net.parameters())
         self.gradients: dict[tuple[int, ...], Tensor] = {}
 
     def twin(self) -> Step:
         """The same step of a copy of the model."""
         twin = copy.copy(self)
         twin.net = twin.call = copy.deepcopy(self.net)
+        twin.parameters = list(twin.net.parameters())
         return twin
 
     def outputs(self, x: Tensor) -> list[Tensor]:
@@ -96,7 +98,9 @@ class Step:
         return [found["boxes"], found["scores"]]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        self.net.zero_grad(set_to_none=True)
+        # As an optimizer does it. `Module.zero_grad` looks for the parameters of m's 501 modules in 1.8 ms.
+        for parameter in self.parameters:
+            parameter.grad = None
         outputs = self.outputs(x)
         torch.autograd.backward(outputs, [self._gradient(output) for output in outputs])
         return outputs
