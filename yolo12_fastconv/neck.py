@@ -24,6 +24,10 @@ _HALF = (torch.float16, torch.bfloat16)
 class _MapLayer(FusedBlock):
     """A layer that computes as one op where its inputs allow, and else as stock."""
 
+    def forward(self, x: Any) -> Any:
+        """As the stock class."""
+        return self.run_or_stock(x)
+
     def run(self, x: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
         reason = self.input_problem(x)
         if "_fc_strict" in self.__dict__ or _config.strict():
