@@ -81,7 +81,7 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module, addresses: bool = True) -> None:
-        """`addresses`: whether a tensor's memory and strides are part of the state, or its dtype, size and device."""
+        """`addresses`: whether memory and strides of the tensors are part of the state, besides which they are."""
         self.addresses = addresses
         modules = list(model.modules())
         spaces = [vars(module) for module in modules]
@@ -129,7 +129,7 @@ class Structure:
 
     def _layout(self) -> tuple[Any, ...]:
         if not self.addresses:
-            return tuple([list(map(getter, self.tensors)) for getter in _KIND])
+            return ()
         # At the address of before lies the memory of before, perhaps seen through another view of it. `stride` for all
         # would take as long as the other three together.
         return (
@@ -180,8 +180,6 @@ class Structure:
         """What heads keep for the present shape."""
         return [(space, name, space[name]) for space, name in self.caches if name in space]
 
-
-_KIND: Any = (Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.get_device)  # type: ignore[attr-defined]
 
 _OF_TRAINING = frozenset({"args", "criterion", "names", "pt_path", "task", "yaml"})
 """Attributes of a task model that its forward never reads."""

@@ -8,28 +8,31 @@ same format on a GPU. It is a tensor because a list costs 40 ns a number on the 
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from yolo12_fastconv import _aten
 
-__all__ = ["ATTENTION", "CONVOLUTION", "EMPTY", "FREE", "RETURN", "VIEW", "bits", "run_program"]
+__all__ = ["ATTENTION", "CONVOLUTION", "EMPTY", "EXPECT", "FREE", "RETURN", "VIEW", "bits", "run_program"]
 
-EMPTY = 0
+EXPECT = 0
+"""constant, 1 for float32 or 0 for the dtype of the inputs, number of dimensions, sizes: ends the program without results
+if the constant is no such tensor on the inputs' device."""
+EMPTY = 1
 """sizes (4), strides (4): makes a tensor, uninitialised."""
-VIEW = 1
+VIEW = 2
 """register, sizes (4), strides (4), offset from its first element: makes a view."""
-CONVOLUTION = 2
+CONVOLUTION = 3
 """out register or -1, x and residual registers, weight, bias, gamma, beta, mean, variance constants, eps, stride (2),
 padding (2), dilation (2), groups, act: makes a tensor where `out` is -1, else writes there. As `conv_bn_act`."""
-ATTENTION = 3
+ATTENTION = 4
 """qkv register, heads, area, scale, with_values: makes two tensors. As `area_attention`."""
-FREE = 4
+FREE = 5
 """register, which is not read any more."""
-RETURN = 5
+RETURN = 6
 """register, the next of the results."""
 
 
@@ -50,23 +53,49 @@ def run_program(
     dtype: torch.dtype,
     allow_tf32: bool,
 ) -> list[Tensor]:
+    try:
+        return _interpret(inputs, constants, program.tolist(), outputs, dtype, allow_tf32)
+    except (IndexError, StopIteration):
+        raise RuntimeError("yolo12_fastconv: program reads a register or constant, or a number, that is not there") from None
+
+
+def _interpret(
+    inputs: list[Tensor],
+    constants: list[Tensor],
+    program: list[int],
+    outputs: list[int],
+    dtype: torch.dtype,
+    allow_tf32: bool,
+) -> list[Tensor]:
     registers: list[Tensor | None] = list(inputs)
     results: list[Tensor] = []
-    numbers: Iterator[int] = iter(program.tolist())
+    numbers = iter(program)
 
     def take(count: int) -> list[int]:
-        return [next(numbers) for _ in range(count)]
+        values = list(itertools.islice(numbers, count))
+        if len(values) < count:
+            raise IndexError
+        return values
 
     def register() -> Tensor | None:
         index = next(numbers)
-        return None if index < 0 else registers[index]
+        return None if index < 0 else _present(registers[index])
 
     def constant() -> Tensor | None:
         index = next(numbers)
         return None if index < 0 else constants[index]
 
     for instruction in numbers:
-        if instruction == EMPTY:
+        if instruction == EXPECT:
+            held, float32 = _present(constant()), next(numbers)
+            sizes = take(next(numbers))
+            if (
+                held.dtype is not (torch.float32 if float32 else dtype)
+                or list(held.shape) != sizes
+                or held.device != inputs[0].device
+            ):
+                return []
+        elif instruction == EMPTY:
             registers.append(inputs[0].new_empty_strided(take(4), take(4), dtype=dtype))
         elif instruction == VIEW:
             source = _present(register())
@@ -93,7 +122,7 @@ def run_program(
             results.append(_present(register()))
         else:
             raise RuntimeError(f"yolo12_fastconv: program has an instruction {instruction}")
-    if len(outputs) != 8 * len(results):
+    if results and len(outputs) != 8 * len(results):
         raise RuntimeError(
             f"yolo12_fastconv: program returns {len(results)} tensors, outputs has {len(outputs)} numbers, not 8 for "
             "each"

@@ -599,7 +599,8 @@ def run_program(
         outputs: four sizes and four strides of each result, for fake kernels.
 
     Returns:
-        What the program returns, in the dtype of `inputs`. Without gradients.
+        What the program returns, in the dtype of `inputs`, without gradients. An empty list if a constant has another
+        size, dtype or device than the program expects; nothing was computed then.
 
     Raises:
         RuntimeError: as the ops do; a program that reads what is not there; a gradient would be wanted.

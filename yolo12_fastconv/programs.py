@@ -8,9 +8,9 @@ Right results:
 
 - A program holds no values and no addresses, only which op reads what. Weights are handed in at every call.
 - What else decides how a block computes is compared at every call: the kind of call and the global switches
-  (`_is_ordinary`), size, strides, dtype and device of the inputs, and the structure of the block: modules, attributes,
-  hooks, and which tensors it holds, of what size, dtype and device (`_graph_state.Structure`). Any difference, and the
-  block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited in place.
+  (`_is_ordinary`), size, strides, dtype and device of the inputs, the structure of the block, that is modules,
+  attributes, hooks and which tensors it holds (`_graph_state.Structure`), and by the program itself these tensors'
+  sizes, dtypes and devices. Any difference, and the block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited in place.
 - The program consists of the same ops with the same arguments, so the results are the same bit by bit.
 - A block in which anything else happens than our ops, views of their results and allocations is left alone.
 
@@ -62,10 +62,11 @@ def call(block: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
     program = plans.programs.get(signature)
     if program is None:
         return plans.observe(block, signature, compute, inputs)
-    if not program.structure.unchanged():
+    results = program.run(inputs) if program.structure.unchanged() else None
+    if not results:
         plans.forget()
         return compute(*inputs)
-    return program.run(inputs)
+    return results[0] if program.single else results
 
 
 def _is_ordinary(inputs: Sequence[Any]) -> bool:
@@ -158,9 +159,8 @@ class _Program:
         self.constants = constants
         self.single = single
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        results = ops.run_program(inputs, self.constants, self.code, self.outputs)
-        return results[0] if self.single else results
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return ops.run_program(inputs, self.constants, self.code, self.outputs)
 
     def __str__(self) -> str:
         return f"a program of {self.code.numel()} numbers, {len(self.constants)} tensors"
@@ -258,6 +258,8 @@ class _Recorder(TorchDispatchMode):
             return -1
         if self.held.get(id(tensor)) is not tensor:
             raise _Unknown("an op reads a parameter that the block does not hold")
+        if tensor.dtype not in (self.dtype, torch.float32):
+            raise _Unknown(f"its input is {self.dtype}, a parameter {tensor.dtype}")
         return self.constants.setdefault(id(tensor), len(self.constants))
 
     def program(self, structure: Structure, result: Any) -> _Program | None:
@@ -272,7 +274,10 @@ class _Recorder(TorchDispatchMode):
             self.problem = "its results share memory with each other or an input"
             return None
         last = {register: i for i, (_, read) in enumerate(self.instructions) for register in read}
+        constants = [self.held[key] for key in self.constants]
         code: list[int] = []
+        for i, t in enumerate(constants):
+            code += [_program.EXPECT, i, int(t.dtype is torch.float32), t.dim(), *t.shape]
         for i, (instruction, read) in enumerate(self.instructions):
             code += instruction
             for register in sorted(set(read)):
@@ -281,7 +286,6 @@ class _Recorder(TorchDispatchMode):
         for register in returned:
             code += [_program.RETURN, register]
         outputs = [number for t in results for number in (*t.shape, *t.stride())]
-        constants = [self.held[key] for key in self.constants]
         return _Program(structure, code, outputs, constants, isinstance(result, Tensor))
 
     def _is_whole(self, register: int, tensor: Tensor) -> bool:

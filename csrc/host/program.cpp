@@ -11,7 +11,7 @@
 namespace yolo12_fastconv {
 namespace {
 
-enum Instruction : int64_t { kEmpty, kView, kConvolution, kAttention, kFree, kReturn };
+enum Instruction : int64_t { kExpect, kEmpty, kView, kConvolution, kAttention, kFree, kReturn };
 
 // A program, its registers and what it reads; every access is checked, since the op can be called with any numbers.
 class Interpreter {
@@ -34,6 +34,9 @@ class Interpreter {
     std::vector<Tensor> results;
     while (at_ != end_) {
       switch (const int64_t instruction = next()) {
+        case kExpect:
+          if (!expected()) return {};
+          break;
         case kEmpty: empty(); break;
         case kView: view(); break;
         case kConvolution: convolution(); break;
@@ -84,6 +87,21 @@ class Interpreter {
     if (at_ == end_ || *at_ >= 0) return false;
     ++at_;
     return true;
+  }
+
+  // Whether a constant is still what the program was written for.
+  bool expected() {
+    const Tensor& held = constant();
+    const bool float32 = next() != 0;
+    bool same = held.scalar_type() == (float32 ? ScalarType::Float : dtype_) && held.is_cuda() &&
+                held.get_device_index() == like_.get_device_index();
+    const int64_t dims = next();
+    same = same && held.dim() == dims;
+    for (int64_t dim = 0; dim < dims; ++dim) {
+      const int64_t size = next();
+      same = same && held.size(dim) == size;
+    }
+    return same;
   }
 
   void empty() {
@@ -155,7 +173,7 @@ std::vector<Tensor> run_program(std::vector<Tensor> inputs, std::vector<Tensor> 
   if (inputs.empty()) fail("inputs must hold at least one tensor");
   const torch::stable::accelerator::DeviceGuard guard(inputs.front().get_device_index());
   std::vector<Tensor> results = Interpreter(inputs, constants, program, dtype, allow_tf32).run();
-  if (outputs.size() != 8 * results.size()) {
+  if (!results.empty() && outputs.size() != 8 * results.size()) {
     fail("program returns ", results.size(), " tensors, outputs has ", outputs.size(), " numbers, not 8 for each");
   }
   return results;
