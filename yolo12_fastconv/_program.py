@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import struct
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ from yolo12_fastconv import _aten
 __all__ = ["ATTENTION", "CONVOLUTION", "EMPTY", "EXPECT", "FREE", "RETURN", "VIEW", "bits", "run_program"]
 
 EXPECT = 0
-"""constant, 1 for float32 or 0 for the dtype of the inputs, number of dimensions, sizes: ends the program without results
-if the constant is no such tensor on the inputs' device."""
+"""constant, 1 for float32 or 0 for the dtype of the inputs, number of dimensions, sizes: if the constant is no such
+tensor on the inputs' device, the program ends without results."""
 EMPTY = 1
 """sizes (4), strides (4): makes a tensor, uninitialised."""
 VIEW = 2
@@ -56,7 +58,9 @@ def run_program(
     try:
         return _interpret(inputs, constants, program.tolist(), outputs, dtype, allow_tf32)
     except (IndexError, StopIteration):
-        raise RuntimeError("yolo12_fastconv: program reads a register or constant, or a number, that is not there") from None
+        raise RuntimeError(
+            "yolo12_fastconv: program reads a register or constant, or a number, that is not there"
+        ) from None
 
 
 def _interpret(
@@ -104,7 +108,7 @@ def _interpret(
         elif instruction == CONVOLUTION:
             out, x, residual = register(), _present(register()), register()
             weight, bias, batch_norm = _present(constant()), constant(), [constant() for _ in range(4)]
-            operands = (
+            operands: Any = (
                 bias, *batch_norm, _double(next(numbers)), residual, take(2), take(2), take(2), next(numbers),
                 next(numbers), dtype, allow_tf32,
             )  # fmt: skip

@@ -116,7 +116,7 @@ class FastUpsample(_MapLayer, nn.Upsample):
         return y
 
 
-class FastConcat(_MapLayer, Concat):  # type: ignore[misc]
+class FastConcat(_MapLayer, Concat):
     """Concatenation of NHWC maps along their channels as one kernel, forward and backward."""
 
     _stock = Concat

@@ -590,7 +590,7 @@ def detect_decode(
 def run_program(
     inputs: Sequence[Tensor], constants: Sequence[Tensor], program: Tensor, outputs: Sequence[int]
 ) -> list[Tensor]:
-    """Several ops of inference in one call: what `programs` keeps of a block. Under autocast it is not meant to be used.
+    """Several ops of inference in one call: what `programs` keeps of a block. Not cast by autocast.
 
     Args:
         inputs: (N, C, H, W) each, at least one, of one dtype and on one device.

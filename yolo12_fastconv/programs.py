@@ -8,9 +8,9 @@ Right results:
 
 - A program holds no values and no addresses, only which op reads what. Weights are handed in at every call.
 - What else decides how a block computes is compared at every call: the kind of call and the global switches
-  (`_is_ordinary`), size, strides, dtype and device of the inputs, the structure of the block, that is modules,
-  attributes, hooks and which tensors it holds (`_graph_state.Structure`), and by the program itself these tensors'
-  sizes, dtypes and devices. Any difference, and the block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited in place.
+  (`_is_ordinary`); size, strides, dtype and device of the inputs; the modules, attributes, hooks and tensors of the block
+  (`_graph_state.Structure`); and by the program itself these tensors' sizes, dtypes and devices. Any difference, and the
+  block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited in place.
 - The program consists of the same ops with the same arguments, so the results are the same bit by bit.
 - A block in which anything else happens than our ops, views of their results and allocations is left alone.
 
@@ -114,7 +114,7 @@ class _Plans:
     def observe(
         self, block: nn.Module, signature: Any, compute: Callable[..., Any], inputs: Sequence[Tensor]
     ) -> Any:
-        """The first calls of a kind: one that only counts, since many kinds are seen once; then one that writes down."""
+        """The first calls of a kind: one that is only noted, since many kinds are seen once, and one that writes down."""
         state = self.others.get(signature)
         if state != _SEEN or self.changes >= _MAX_CHANGES:
             if state is None:
@@ -177,10 +177,10 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.problem: str | None = None
-        self.instructions: list[tuple[list[int], list[int]]] = []  # with the registers that each reads
+        self.instructions: list[tuple[list[Any], list[int]]] = []  # with the registers that each reads
         self.count = 0
         # By storage: register, sizes, strides, offset of the tensor that it was allocated for.
-        self.owners: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], int]] = {}
+        self.owners: dict[int, tuple[int, Any, Any, int]] = {}
         self.views: dict[tuple[Any, ...], int] = {}
         self.held = {id(t): t for t in tensors}
         self.constants: dict[int, int] = {}
@@ -221,7 +221,9 @@ class _Recorder(TorchDispatchMode):
             raise _Unknown(f"it calls {func}")
 
     def _convolution(self, out: Tensor | None, operands: Any, others: Any) -> None:
-        bias, gamma, beta, mean, var, eps, residual, stride, padding, dilation, groups, act, dtype, tf32 = others
+        bias, gamma, beta, mean, var, eps, residual, stride, padding, dilation, groups, act, dtype, tf32 = (
+            others
+        )
         if dtype is not self.dtype or tf32 is not self.tf32:
             raise _Unknown(f"it computes in {dtype}, its input is {self.dtype}")
         x, weight = operands
@@ -232,8 +234,8 @@ class _Recorder(TorchDispatchMode):
 
     def _own(self, tensor: Tensor) -> None:
         """A register for a tensor with memory of its own. Memory that was freed and taken again is the new tensor's."""
-        shape = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        self.owners[_storage(tensor)] = (self.count, *shape)
+        start = int(tensor.storage_offset())
+        self.owners[_storage(tensor)] = (self.count, tuple(tensor.shape), tensor.stride(), start)
         self.count += 1
 
     def _register(self, tensor: Tensor | None) -> int:
@@ -246,12 +248,12 @@ class _Recorder(TorchDispatchMode):
         seen = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - start)
         if seen == (sizes, strides, 0):
             return register
-        if (register, *seen) not in self.views:
-            code = [_program.VIEW, register, *seen[0], *seen[1], seen[2]]
-            self.instructions.append((code, [register]))
-            self.views[register, *seen] = self.count
+        view = (register, *seen)
+        if view not in self.views:
+            self.instructions.append(([_program.VIEW, register, *seen[0], *seen[1], seen[2]], [register]))
+            self.views[view] = self.count
             self.count += 1
-        return self.views[register, *seen]
+        return self.views[view]
 
     def _constant(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -270,7 +272,9 @@ class _Recorder(TorchDispatchMode):
         except _Unknown as unknown:
             self.problem = str(unknown)
             return None
-        if len(set(returned)) < len(returned) or not all(self._is_whole(r, t) for r, t in zip(returned, results, strict=True)):
+        if len(set(returned)) < len(returned) or not all(
+            self._is_whole(r, t) for r, t in zip(returned, results, strict=True)
+        ):
             self.problem = "its results share memory with each other or an input"
             return None
         last = {register: i for i, (_, read) in enumerate(self.instructions) for register in read}

@@ -106,8 +106,8 @@ class Interpreter {
 
   void empty() {
     const auto sizes = next_four(), strides = next_four();
-    registers_.emplace_back(empty_strided(like_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()},
-                                          dtype_of(dtype_)));
+    registers_.emplace_back(
+        empty_strided(like_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, dtype_of(dtype_)));
   }
 
   void view() {
@@ -117,7 +117,8 @@ class Interpreter {
     // A view stays within what its source spans: nothing else of the memory needs to be the source's.
     int64_t last = offset, source_last = 0;
     for (int dim = 0; dim < 4; ++dim) {
-      if (sizes[dim] < 1 || strides[dim] < 0) fail("program has a view of size ", sizes[dim], ", stride ", strides[dim]);
+      if (sizes[dim] < 1 || strides[dim] < 0)
+        fail("program has a view of size ", sizes[dim], ", stride ", strides[dim]);
       last += (sizes[dim] - 1) * strides[dim];
     }
     for (int64_t dim = 0; dim < source.dim(); ++dim) source_last += (source.size(dim) - 1) * source.stride(dim);
