@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import struct
-
 from typing import Any
 
 import torch

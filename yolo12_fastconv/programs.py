@@ -8,9 +8,10 @@ Right results:
 
 - A program holds no values and no addresses, only which op reads what. Weights are handed in at every call.
 - What else decides how a block computes is compared at every call: the kind of call and the global switches
-  (`_is_ordinary`); size, strides, dtype and device of the inputs; the modules, attributes, hooks and tensors of the block
-  (`_graph_state.Structure`); and by the program itself these tensors' sizes, dtypes and devices. Any difference, and the
-  block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited in place.
+  (`_is_ordinary`); size, strides, dtype and device of the inputs; the modules, attributes, hooks and tensors of the
+  block (`_graph_state.Structure`); and, by the program itself, these tensors' sizes, dtypes and devices. Any
+  difference, and the block computes as ever. Not seen: changes inside a list that is an attribute, and classes edited
+  in place.
 - The program consists of the same ops with the same arguments, so the results are the same bit by bit.
 - A block in which anything else happens than our ops, views of their results and allocations is left alone.
 
@@ -114,7 +115,7 @@ class _Plans:
     def observe(
         self, block: nn.Module, signature: Any, compute: Callable[..., Any], inputs: Sequence[Tensor]
     ) -> Any:
-        """The first calls of a kind: one that is only noted, since many kinds are seen once, and one that writes down."""
+        """The first calls of a kind: one that is only noted, since many kinds are seen once; one that is recorded."""
         state = self.others.get(signature)
         if state != _SEEN or self.changes >= _MAX_CHANGES:
             if state is None:
@@ -126,16 +127,11 @@ class _Plans:
         recorder = _Recorder(inputs, structure.tensors)
         with recorder:
             result = compute(*inputs)
-        program = None
-        if structure.hooked():
-            recorder.problem = "a module in it has hooks"
-        elif recorder.problem is None and structure.unchanged():
-            program = recorder.program(structure, result)
-        if program is None:
-            self.others[signature] = recorder.problem or "it changes while it runs"
-        else:
-            del self.others[signature]
-            self.programs[signature] = program
+        try:
+            self.programs[signature] = recorder.program(structure, result)
+            self.others.pop(signature, None)  # another thread may have been here
+        except _Unknown as unknown:
+            self.others[signature] = str(unknown)
         return result
 
     def forget(self) -> None:
@@ -264,19 +260,24 @@ class _Recorder(TorchDispatchMode):
             raise _Unknown(f"its input is {self.dtype}, a parameter {tensor.dtype}")
         return self.constants.setdefault(id(tensor), len(self.constants))
 
-    def program(self, structure: Structure, result: Any) -> _Program | None:
-        """What was written down, with `result` as its results; None if these are no tensors of their own."""
-        results = [result] if isinstance(result, Tensor) else result
-        try:
-            returned = [self._register(t) for t in results]
-        except _Unknown as unknown:
-            self.problem = str(unknown)
-            return None
+    def program(self, structure: Structure, result: Any) -> _Program:
+        """What was written down, with `result` as its results.
+
+        Raises:
+            _Unknown: that would not be the same; the message says why.
+        """
+        if self.problem is not None:
+            raise _Unknown(self.problem)
+        if structure.hooked() or not structure.unchanged():
+            raise _Unknown("a module in it has hooks, or it changes while it runs")
+        results = result if type(result) is list else [result]
+        if not all(type(t) is Tensor for t in results):
+            raise _Unknown(f"its result is a {type(result).__name__}")
+        returned = [self._register(t) for t in results]
         if len(set(returned)) < len(returned) or not all(
             self._is_whole(r, t) for r, t in zip(returned, results, strict=True)
         ):
-            self.problem = "its results share memory with each other or an input"
-            return None
+            raise _Unknown("its results share memory with each other or an input")
         last = {register: i for i, (_, read) in enumerate(self.instructions) for register in read}
         constants = [self.held[key] for key in self.constants]
         code: list[int] = []
@@ -290,7 +291,7 @@ class _Recorder(TorchDispatchMode):
         for register in returned:
             code += [_program.RETURN, register]
         outputs = [number for t in results for number in (*t.shape, *t.stride())]
-        return _Program(structure, code, outputs, constants, isinstance(result, Tensor))
+        return _Program(structure, code, outputs, constants, type(result) is Tensor)
 
     def _is_whole(self, register: int, tensor: Tensor) -> bool:
         return register >= self.inputs and self.owners[_storage(tensor)][0] == register
