@@ -31,8 +31,8 @@ def op_by_op(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module", params=["yolo12n.yaml", "yolo12l.yaml"])
-def network(request, cuda):
-    return support.build(request.param).to(cuda)
+def network(request):
+    return support.build(request.param)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -41,7 +41,7 @@ def network(request, cuda):
 def test_a_whole_model(cuda, network, precision, size, fused):
     batch, *picture = size
     with op_checks.numerics(tf32=precision == "tf32"), torch.no_grad():
-        model = copy.deepcopy(network)
+        model = copy.deepcopy(network).to(cuda)
         if fused:
             model.fuse(verbose=False)
         model = patch_model(model.to(op_checks.PRECISIONS[precision]))
@@ -62,7 +62,7 @@ def test_a_whole_model(cuda, network, precision, size, fused):
 
 def test_streams_and_graphs(cuda, network):
     """Programs run on the current stream, and not at all while a graph is captured."""
-    model = patch_model(copy.deepcopy(network).half())
+    model = patch_model(copy.deepcopy(network).to(cuda).half())
     x = torch.randn(1, 3, 96, 96, device=cuda, dtype=torch.half)
     with torch.inference_mode():
         for _ in range(3):
@@ -84,7 +84,7 @@ def test_streams_and_graphs(cuda, network):
 
 
 def test_deterministic_mode(cuda, network):
-    model = patch_model(copy.deepcopy(network).half())
+    model = patch_model(copy.deepcopy(network).to(cuda).half())
     x = torch.randn(1, 3, 96, 96, device=cuda, dtype=torch.half)
     torch.use_deterministic_algorithms(True)
     try:
