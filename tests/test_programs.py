@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import support
@@ -305,6 +306,22 @@ def test_a_program_ends_with_its_block():
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_threads():
+    made = block("C3k2")
+    pictures = [picture(made, 1, 4, width) for width in range(3, 9)]
+    with torch.no_grad():
+        expected = [op_by_op(made, x) for x in pictures]
+
+    def work(first: int) -> bool:
+        with torch.no_grad():
+            order = [*range(first, len(pictures)), *range(first)] * 5
+            return all(torch.equal(made(pictures[i]), expected[i]) for i in order)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6)))
+    assert len(programs.describe(made)) == len(pictures) and has_program(made)
 
 
 def test_inputs_that_share_memory_have_no_program():
