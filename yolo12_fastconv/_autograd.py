@@ -171,6 +171,22 @@ def detect_decode(
     return call_op(_ops.detect_decode.default, boxes, scores, bin_values, points, steps, xywh)
 
 
+def run_program(
+    inputs: list[Tensor],
+    constants: list[Tensor],
+    program: Tensor,
+    outputs: list[int],
+    dtype: torch.dtype,
+    allow_tf32: bool,
+) -> list[Tensor]:
+    if _needs_grad((*inputs, *constants)):
+        raise RuntimeError("yolo12_fastconv: run_program has no gradient: call it under torch.no_grad()")
+    results: list[Tensor] = call_op(
+        _ops.run_program.default, inputs, constants, program, outputs, dtype, allow_tf32
+    )
+    return results
+
+
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: list[int], dtype: torch.dtype, *tensors: Tensor) -> Tensor:

@@ -80,7 +80,9 @@ class Structure:
     350 modules of a fused YOLO12n, where a loop in Python would take more than a replay.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, addresses: bool = True) -> None:
+        """`addresses`: whether memory and strides of the tensors are part of the state, besides which they are."""
+        self.addresses = addresses
         modules = list(model.modules())
         spaces = [vars(module) for module in modules]
         # The model's own hooks are called around its forward, and so around a replay.
@@ -119,13 +121,15 @@ class Structure:
         self.contiguous = [tensor for tensor in self.tensors if tensor.is_contiguous()]
         self.strided = [tensor for tensor in self.tensors if not tensor.is_contiguous()]
         # With their memory kept, a tensor whose data was replaced has another address.
-        self.memory = [tensor.untyped_storage() for tensor in self.tensors]
+        self.memory = [tensor.untyped_storage() for tensor in self.tensors] if addresses else []
         self.layout = self._layout()
 
     def _attributes(self) -> list[list[Any]]:
         return [list(map(getter, members)) for getter, members in self.groups]
 
     def _layout(self) -> tuple[Any, ...]:
+        if not self.addresses:
+            return ()
         # At the address of before lies the memory of before, perhaps seen through another view of it. `stride` for all
         # would take as long as the other three together.
         return (

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten, blocks, ops
+from yolo12_fastconv import _aten, blocks, ops, programs
 from yolo12_fastconv.blocks import FastConv
 from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, store
 
@@ -124,24 +124,36 @@ class FastA2C2f(FusedBlock, A2C2f):
     fuses = "concat in place"
     samples: ClassVar[Any] = ((32, 64, 1, False), (64, 64, 1, True, 4, True, 1.2))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """As the stock class. The scaled sum is an operation of torch: `run` has a program for the rest."""
+        return super().forward(x) if self.gamma is None else self.run_or_stock(x)
+
     def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
         gamma = self.gamma
-        buffer, places = _places(x, cv1, cv2, halves=1, more=len(layers))
         if gamma is None:
+            return self._unscaled(x, residual, out)[0]
+        if torch.is_grad_enabled():
+            y, x = self._unscaled(x)
+        else:
+            y = programs.call(self, lambda x: self._unscaled(x)[0], x)
+        scale = gamma.view(-1, gamma.shape[0], 1, 1)
+        y = torch.addcmul(x, scale, y) if x.dtype is y.dtype is gamma.dtype else x + scale * y
+        return store(y if residual is None else residual + y, out)
+
+    def _unscaled(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `cv2` makes of the concat, and `x` for whatever else reads it."""
+        cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
+        buffer, places = _places(x, cv1, cv2, halves=1, more=len(layers))
+        if self.gamma is None:
             first = run(cv1, x, out=places[0])
         else:
             first, x = run_and_pass(cv1, x, out=places[0])
         in_place = _is_at(places[0], first)
         parts = [first]
         in_place = _chain(parts, layers, places[1:]) and in_place
-        whole = _whole(buffer if in_place else None, parts)
-        if gamma is None:
-            return run(cv2, whole, residual, out)
-        y = run(cv2, whole)
-        scale = gamma.view(-1, gamma.shape[0], 1, 1)
-        y = torch.addcmul(x, scale, y) if x.dtype is y.dtype is gamma.dtype else x + scale * y
-        return store(y if residual is None else residual + y, out)
+        return run(cv2, _whole(buffer if in_place else None, parts), residual, out), x
 
 
 def _chain(parts: list[Tensor], layers: Any, places: list[Tensor | None]) -> bool:

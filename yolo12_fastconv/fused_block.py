@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from yolo12_fastconv import _config, blocks
+from yolo12_fastconv import _config, blocks, programs
 from yolo12_fastconv.blocks import FallbackError, FastConv, StockPickle
 
 __all__ = ["FusedBlock", "child", "is_watched", "run", "run_and_pass", "store"]
@@ -58,6 +58,10 @@ class FusedBlock(StockPickle):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the stock class."""
+        return programs.call(self, self.run_or_stock, x)
+
+    def run_or_stock(self, x: Tensor) -> Tensor:
+        """`forward`, op by op."""
         return self.run(x) if self.fused_now() else self._stock.forward(self, x)
 
     def fused_now(self) -> bool:

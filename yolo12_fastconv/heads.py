@@ -7,13 +7,14 @@ stock computes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from yolo12_fastconv import blocks, ops
+from yolo12_fastconv import blocks, ops, programs
 from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run_and_pass
 from yolo12_fastconv.fused_block import run as run_child
 
@@ -115,8 +116,8 @@ class FastDetect(FusedBlock, Detect):
                 boxes.append(box)
                 scores.append(_head_and_pass(cls_head[i], level)[0])
             return {"boxes": _join(boxes), "scores": _join(scores), "feats": x}
-        boxes = [_head(box_head.head[i], x[i]) for i in range(self.nl)]
-        scores = [_head(cls_head[i], x[i]) for i in range(self.nl)]
+        boxes = programs.call(box_head.head, functools.partial(_maps, box_head.head), *x)
+        scores = programs.call(cls_head, functools.partial(_maps, cls_head), *x)
         if self.decodes and self._decodable(boxes, scores):
             shape = x[0].shape
             if self.dynamic or self.shape != shape:
@@ -202,6 +203,10 @@ def _join(maps: list[Tensor]) -> Tensor:
     if all(t.is_cuda and t.dim() == 4 and t.stride(1) == 1 for t in maps):
         return torch.cat([t.permute(0, 2, 3, 1).flatten(1, 2) for t in maps], 1).transpose(1, 2)
     return _levels(maps)
+
+
+def _maps(heads: Any, *x: Tensor) -> list[Tensor]:
+    return [_head(heads[i], level) for i, level in enumerate(x)]
 
 
 def _head(head: Any, x: Tensor) -> Tensor:

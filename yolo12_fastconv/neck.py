@@ -24,6 +24,10 @@ _HALF = (torch.float16, torch.bfloat16)
 class _MapLayer(FusedBlock):
     """A layer that computes as one op where its inputs allow, and else as stock."""
 
+    def forward(self, x: Any) -> Any:
+        """As the stock class."""
+        return self.run_or_stock(x)
+
     def run(self, x: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
         reason = self.input_problem(x)
         if "_fc_strict" in self.__dict__ or _config.strict():
@@ -112,7 +116,7 @@ class FastUpsample(_MapLayer, nn.Upsample):
         return y
 
 
-class FastConcat(_MapLayer, Concat):  # type: ignore[misc]
+class FastConcat(_MapLayer, Concat):
     """Concatenation of NHWC maps along their channels as one kernel, forward and backward."""
 
     _stock = Concat

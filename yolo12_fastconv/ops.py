@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten, _aten_maps, _autograd, _library
+from yolo12_fastconv import _aten, _aten_maps, _autograd, _library, _program
 from yolo12_fastconv._shapes import (
     attention_sizes,
     check_attention_gradients,
@@ -107,6 +107,12 @@ SCHEMAS = {
         "(Tensor[] boxes, Tensor[] scores, Tensor? bin_values, Tensor points, Tensor steps, bool xywh)"
         " -> (Tensor y, Tensor all_boxes, Tensor all_scores)"
     ),
+    # A chain of conv_bn_act, conv_bn_act_out and area_attention in one call: `_program.py`. `outputs`: four sizes and
+    # four strides of each result.
+    "run_program": (
+        "(Tensor[] inputs, Tensor[] constants, Tensor program, int[] outputs, ScalarType dtype, bool allow_tf32)"
+        " -> Tensor[]"
+    ),
     "area_attention": _ATTENTION,
     "area_attention_backward": _ATTENTION_BACKWARD,
     # The same on ATen: what the compiled library calls where it has no kernel.
@@ -141,7 +147,7 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def _aten_kernel(name: str) -> Callable:
-    return getattr(_aten if hasattr(_aten, name) else _aten_maps, name)
+    return getattr(next(module for module in (_aten, _aten_maps, _program) if hasattr(module, name)), name)
 
 
 for _name in SCHEMAS:
@@ -581,6 +587,30 @@ def detect_decode(
     return op(list(boxes), list(scores), bin_values, points, steps, xywh)
 
 
+def run_program(
+    inputs: Sequence[Tensor], constants: Sequence[Tensor], program: Tensor, outputs: Sequence[int]
+) -> list[Tensor]:
+    """Several ops of inference in one call: what `programs` keeps of a block. Not cast by autocast.
+
+    Args:
+        inputs: (N, C, H, W) each, at least one, of one dtype and on one device.
+        constants: parameters and buffers that the ops read.
+        program: int64 on the CPU, in the format of `_program`.
+        outputs: four sizes and four strides of each result, for fake kernels.
+
+    Returns:
+        What the program returns, in the dtype of `inputs`, without gradients. An empty list if a constant has another
+        size, dtype or device than the program expects; nothing was computed then.
+
+    Raises:
+        RuntimeError: as the ops do; a program that reads what is not there; a gradient would be wanted.
+    """
+    first = inputs[0]
+    tf32 = first.dtype is torch.float32 and allow_tf32(first.device, first.dtype)
+    op = _ops.run_program.default if torch.compiler.is_compiling() else _autograd.run_program
+    return op(list(inputs), list(constants), program, list(outputs), first.dtype, tf32)
+
+
 # ----------------------------------------------------------------------------------------------------- fake kernels
 
 
@@ -710,6 +740,14 @@ def _(grad_y):
     return _aten_maps.upsample_nearest_backward(grad_y)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::run_program", lib=_lib)
+def _(inputs, constants, program, outputs, dtype, allow_tf32):
+    return [
+        inputs[0].new_empty_strided(outputs[i : i + 4], outputs[i + 4 : i + 8], dtype=dtype)
+        for i in range(0, len(outputs), 8)
+    ]
+
+
 @torch.library.register_fake(f"{NAMESPACE}::detect_decode", lib=_lib)
 def _(boxes, scores, bin_values, points, steps, xywh):
     batch, channels, classes, anchors = check_detect(boxes, scores, bin_values, points, steps)
@@ -759,6 +797,7 @@ for _name in (
     "concat_channels_out",
     "upsample_nearest_backward",
     "detect_decode",
+    "run_program",
     "area_attention",
     "area_attention_backward",
 ):

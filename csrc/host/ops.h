@@ -62,6 +62,9 @@ Tensor upsample_nearest_backward(Tensor grad_y);
 std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
                                                  OptionalTensor bin_values, Tensor points, Tensor steps, bool xywh);
 
+std::vector<Tensor> run_program(std::vector<Tensor> inputs, std::vector<Tensor> constants, Tensor program,
+                                std::vector<int64_t> outputs, ScalarType dtype, bool allow_tf32);
+
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor>;
 
 AttentionOutputs area_attention(Tensor qkv, int64_t num_heads, int64_t area, double scale, bool with_values);

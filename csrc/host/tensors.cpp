@@ -73,6 +73,11 @@ Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType 
   return empty_strided(like, sizes, strides, torch_dtype(dtype));
 }
 
+Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                     DType dtype) {
+  return empty_strided(like, sizes, strides, torch_dtype(dtype));
+}
+
 Tensor empty_bytes(const Tensor& like, int64_t size) {
   return empty_strided(like, {size}, {1}, aoti_torch_dtype_uint8());
 }

@@ -26,6 +26,9 @@ Tensor empty_rows(const Tensor& like, int64_t n, int64_t c, int64_t h, int64_t w
 // Uninitialised dense tensor, and one of one dimension.
 Tensor empty_dense(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
 Tensor empty_vector(const Tensor& like, int64_t size, DType dtype);
+// Uninitialised tensor of any sizes and strides.
+Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                     DType dtype);
 // Uninitialised bytes.
 Tensor empty_bytes(const Tensor& like, int64_t size);
 
