@@ -111,9 +111,12 @@ def test_sum_in_place(cuda, case, precision, begin, own, monkeypatch):
     y, z, mean, var = OPS.conv_bn_act_train.default(x, *arguments)
     grad_y = torch.randn_like(y)
     weight, bias, gamma, beta, eps, _, *geometry = arguments
-    call = (grad_y, x, weight, bias, z, mean, var, gamma, beta, eps, *geometry, [True, True, False, True, True], None)
+    mask = [True, True, False, True, True]
+    call = (grad_y, x, weight, bias, z, mean, var, gamma, beta, eps, *geometry, mask, None)
     c = x.shape[1]
-    buffer = torch.randn(x.shape[0], c + 16, *x.shape[2:], device=cuda).to(dtype, memory_format=torch.channels_last)
+    buffer = torch.randn(x.shape[0], c + 16, *x.shape[2:], device=cuda).to(
+        dtype, memory_format=torch.channels_last
+    )
     more = torch.randn_like(x)
     with op_checks.numerics(tf32=False):
         for added in (None, more):

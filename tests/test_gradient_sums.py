@@ -120,10 +120,12 @@ def test_bad_arguments():
     with pytest.raises(RuntimeError, match="add_to_grad_x must have the shape of x"):
         OPS.conv_bn_act_train_backward.default(*backward, None, x[:, :3])
     for wrong in ((x[:, :3],), (x.float(),), (x.clone(), x[:, :3])):
-        with pytest.raises(RuntimeError, match="(grad_x|more) must have the (shape|dtype) of x"):
+        with pytest.raises(RuntimeError, match=r"(grad_x|more) must have the (shape|dtype) of x"):
             OPS.conv_bn_act_train_backward_.default(*backward, None, *wrong)
     with pytest.raises(RuntimeError, match="conv_bn_act_train_backward_ has no gradient"):
-        OPS.conv_bn_act_train_backward_.default(y, x.requires_grad_(), *backward[2:], None, torch.zeros_like(y))
+        OPS.conv_bn_act_train_backward_.default(
+            y, x.requires_grad_(), *backward[2:], None, torch.zeros_like(y)
+        )
 
 
 def test_opcheck():
@@ -138,11 +140,25 @@ def test_opcheck():
         (y, x, weight, None, z, mean, var, gamma, beta, 1e-3, *call[7:], mask, None, torch.randn_like(x)),
     )
     wide = torch.randn(2, 20, 5, 4, dtype=torch.float64)
-    opcheck(
-        OPS.conv_bn_act_train_backward_.default,
-        (y, x, weight, None, z, mean, var, gamma, beta, 1e-3, *call[7:], mask, None, wide[:, 3:9], wide[:, 10:16]),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    in_place = (
+        y,
+        x,
+        weight,
+        None,
+        z,
+        mean,
+        var,
+        gamma,
+        beta,
+        1e-3,
+        *call[7:],
+        mask,
+        None,
+        wide[:, 3:9],
+        wide[:, 9:15],
     )
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    opcheck(OPS.conv_bn_act_train_backward_.default, in_place, test_utils=tests)
 
 
 BLOCKS = {  # block, and how many of its convolutions add to a slice of a concat's gradient

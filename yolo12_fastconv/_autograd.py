@@ -412,9 +412,8 @@ class _TrainingAndPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *inputs, passes = inputs
         ctx.set_materialize_grads(False)  # no zero-filled gradient where only one of the results was used
-        return (_Training.forward(ctx, *inputs), *(inputs[0],) * passes)
+        return (_Training.forward(ctx, *inputs[:-1]), *(inputs[0],) * inputs[-1])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, *passed: Tensor | None) -> tuple[Any, ...]:
@@ -425,9 +424,10 @@ class _TrainingAndPass(torch.autograd.Function):
 
 
 def _sum(grads: Sequence[Tensor]) -> Tensor | None:
-    if not grads:
-        return None
-    return grads[0] if len(grads) == 1 else grads[0] + grads[1]
+    """As autograd adds what comes to one tensor: of three, the last two first."""
+    if len(grads) > 1:
+        return grads[0] + _sum(grads[1:])  # type: ignore[operator]
+    return grads[0] if grads else None
 
 
 def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) -> tuple[Any, ...]:
@@ -446,9 +446,11 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
 
         grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
         if passed and grads[0] is not None:
-            grads[0] = grads[0] + _sum(passed)
+            grads[0] = _sum([grads[0], *passed])
     else:
-        call = (grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, *geometry, wanted, cast_weight)
+        call = (
+            grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, *geometry, wanted, cast_weight,
+        )  # fmt: skip
         place = _slices.own(passed, ctx) if passed and wanted[0] else None
         if place is None:
             out = call_op(_ops.conv_bn_act_train_backward.default, *call, _sum(passed))

@@ -105,7 +105,12 @@ def check_grad_x(grad_x: Tensor, more: Tensor | None, x: Tensor) -> None:
         if tensor is not None:
             _require(
                 tensor.shape == x.shape,
-                partial("{} must have the shape of x, {}, got {}".format, name, tuple(x.shape), tuple(tensor.shape)),
+                partial(
+                    "{} must have the shape of x, {}, got {}".format,
+                    name,
+                    tuple(x.shape),
+                    tuple(tensor.shape),
+                ),
             )
     _require(
         grad_x.dtype is x.dtype, lambda: f"grad_x must have the dtype of x, {x.dtype}, got {grad_x.dtype}"

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from yolo12_fastconv import ops
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, run_and_pass_twice, store
+from yolo12_fastconv.fused_block import (
+    FusedBlock,
+    child,
+    is_watched,
+    run,
+    run_and_pass,
+    run_and_pass_twice,
+    store,
+)
 
 from ultralytics.nn.modules.block import AAttn, ABlock  # isort: skip  (fused_block has checked that)
 

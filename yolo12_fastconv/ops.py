@@ -388,7 +388,19 @@ def conv_bn_act_train_and_pass(
     """
     if torch.compiler.is_compiling():
         y, _, _ = conv_bn_act_train(
-            x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, running
+            x,
+            weight,
+            bias,
+            bn_weight,
+            bn_bias,
+            eps,
+            residual,
+            stride,
+            padding,
+            dilation,
+            groups,
+            act,
+            running,
         )
         return (y, *(x,) * passes)
     arguments = _train_arguments(
@@ -415,7 +427,7 @@ def _train_arguments(
 
 
 def _result(y: Tensor, out: Tensor | None) -> Tensor:
-    """What `conv_bn_act_train` returns as y: without gradients, the op gives an empty one if it has written to `out`."""
+    """What `conv_bn_act_train` returns as y: without gradients, the op's is empty if it has written to `out`."""
     return y if out is None or y.requires_grad else _autograd.alias(out)
 
 
@@ -467,8 +479,8 @@ def area_attention(
     its run. On CUDA, half precision and float32 with 32 channels a head run on kernels of the compiled library: logits
     and softmax in float32, weights rounded to half precision for the product of half values; float32 products to the
     accuracy of float32, whatever TF32 setting. All else, and the gradient in float32, runs on ATen: half precision on
-    CUDA by its ``scaled_dot_product_attention``, float32, float64 and everything on a CPU as stock computes it, by two
-    products and a softmax.
+    CUDA forward by its ``scaled_dot_product_attention``; its gradient, float32, float64 and everything on a CPU as
+    stock computes it, by two products and a softmax.
 
     Args:
         qkv: (B, 3 * C, H, W) in any floating dtype, C = num_heads * d; the channels of a head lie together, d of its
@@ -559,8 +571,8 @@ def join_channels(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def halves(y: Tensor) -> tuple[Tensor, Tensor]:
-    """``y.chunk(2, 1)`` of a map with an even number of channels. Its backward takes the two gradients as one where they
-    are slices side by side of the gradient of `join_channels`, and else concatenates by `concat_channels`."""
+    """``y.chunk(2, 1)`` of a map with an even number of channels. Its backward takes the two gradients as one where
+    they are slices side by side of the gradient of `join_channels`, and else concatenates by `concat_channels`."""
     if torch.compiler.is_compiling():
         first, second = y.chunk(2, 1)
         return first, second
