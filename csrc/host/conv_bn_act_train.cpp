@@ -167,10 +167,9 @@ namespace {
 // add_to_grad_x, or grad_x and more: as in BackwardInputs.
 Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const Tensor& z, const Tensor& mean, const Tensor& var, const OptionalTensor& bn_weight,
-                     const OptionalTensor& bn_bias, double eps, const Geometry& geometry, int64_t act,
-                     ScalarType dtype, bool allow_tf32, const std::vector<bool>& output_mask,
-                     const OptionalTensor& cast_weight, const OptionalTensor& add_to_grad_x,
-                     const OptionalTensor& grad_x, const OptionalTensor& more) {
+                     const OptionalTensor& bn_bias, double eps, const Geometry& geometry, int64_t act, ScalarType dtype,
+                     bool allow_tf32, const std::vector<bool>& output_mask, const OptionalTensor& cast_weight,
+                     const OptionalTensor& add_to_grad_x, const OptionalTensor& grad_x, const OptionalTensor& more) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
@@ -184,10 +183,10 @@ Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight
   affine.eps = eps;
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
-  return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x,
-                   grad_x, more},
-                  output_mask);
+  return backward(
+      convolution, x, weight, geometry,
+      {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x, grad_x, more},
+      output_mask);
 }
 
 }  // namespace
