@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import op_checks
 import pytest
+import support
 import torch
+from ultralytics.nn.modules.block import A2C2f, C2f, C3k2
+
+from yolo12_fastconv import _slices
+from yolo12_fastconv.patching import patch_modules
 
 pytestmark = pytest.mark.gpu
 
@@ -89,3 +94,90 @@ def test_result_in_a_slice(cuda, case, precision, begin):
     made = OPS.conv_bn_act_train_.default(x, *arguments, None, None, None, None, out)
     assert torch.equal(out, expected[0]) and torch.equal(made[1], expected[1])
     assert (buffer[:, :begin] == 7).all() and (buffer[:, begin + c :] == 7).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", ERRORS)
+@pytest.mark.parametrize("begin", [8, 3])
+@pytest.mark.parametrize("own", [False, True], ids=["fastest", "own dgrad"])
+def test_sum_in_place(cuda, case, precision, begin, own, monkeypatch):
+    """In a slice, bit for bit what the functional op gives for the rounded sum of the two others, and nothing beside
+    it is written."""
+    if own:
+        monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
+    dtype = op_checks.PRECISIONS[precision]
+    wide, arguments = train_arguments(case, dtype, cuda)
+    x = wide[:, : wide.shape[1] // 2].contiguous(memory_format=torch.channels_last)
+    y, z, mean, var = OPS.conv_bn_act_train.default(x, *arguments)
+    grad_y = torch.randn_like(y)
+    weight, bias, gamma, beta, eps, _, *geometry = arguments
+    mask = [True, True, False, True, True]
+    call = (grad_y, x, weight, bias, z, mean, var, gamma, beta, eps, *geometry, mask, None)
+    c = x.shape[1]
+    buffer = torch.randn(x.shape[0], c + 16, *x.shape[2:], device=cuda).to(
+        dtype, memory_format=torch.channels_last
+    )
+    more = torch.randn_like(x)
+    with op_checks.numerics(tf32=False):
+        for added in (None, more):
+            filled = buffer.clone()
+            place = filled[:, begin : begin + c]
+            total = place.clone() if added is None else place + added
+            expected = OPS.conv_bn_act_train_backward.default(*call, total)
+            op_checks.poison([x, buffer, filled, more, grad_y, z, *expected])
+            made = OPS.conv_bn_act_train_backward_.default(*call, place, added)
+            assert made[0].numel() == 0
+            assert torch.equal(place, expected[0])
+            assert all(torch.equal(a, b) for a, b in zip(made[1:], expected[1:], strict=True))
+            assert torch.equal(filled[:, :begin], buffer[:, :begin])
+            assert torch.equal(filled[:, begin + c :], buffer[:, begin + c :])
+
+
+BLOCKS = {  # with the input's channels
+    "C2f": (lambda: C2f(64, 128, 2, True), 64),
+    "C3k2 of C3k": (lambda: C3k2(128, 256, 1, True, 0.25), 128),
+    "C3k2 of odd widths": (lambda: C3k2(64, 72, 1, True, 0.25), 64),
+    "A2C2f": (lambda: A2C2f(128, 128, 2, True, 4), 128),
+    "A2C2f of C3k": (lambda: A2C2f(192, 128, 2, False), 192),
+    "A2C2f with gamma": (lambda: A2C2f(64, 64, 1, True, 1, True, 1.2), 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_in_place_bit_for_bit(cuda, name, dtype, monkeypatch):
+    """The gradients of autograd's own sums, and from run to run."""
+    make, channels = BLOCKS[name]
+    torch.manual_seed(0)
+    block = support.uneven(make()).to(cuda).train()
+    patch_modules(block)
+    x = torch.randn(4, channels, 20, 20, device=cuda).to(memory_format=torch.channels_last).requires_grad_()
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cuda", dtype, enabled=dtype is torch.float16):
+            y = block(x)
+        g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        return torch.autograd.grad(y, [x, *block.parameters()], g)
+
+    places = []
+    own = _slices.own
+
+    def counted(passed, node):
+        place = own(passed, node)
+        places.append(place is not None)
+        return place
+
+    with op_checks.numerics(tf32=False):
+        monkeypatch.setattr(_slices, "own", counted)
+        first, second = grads(), grads()
+        assert any(places)
+        monkeypatch.setattr(_slices, "own", lambda passed, node: None)
+        expected = grads()
+    for ours, again, theirs in zip(first, second, expected, strict=True):
+        assert torch.equal(ours, again)
+        if "odd" in name:  # rows that are not aligned are summed by other threads
+            norm = theirs.double().norm()
+            error = float((ours.double() - theirs.double()).norm() / norm) if norm else 0.0
+            assert error <= (2e-3 if dtype is torch.float16 else 1e-5), f"{error:.1e}"
+        else:
+            assert torch.equal(ours, theirs)

@@ -13,7 +13,7 @@ from torch.library import opcheck
 from ultralytics.nn.modules.block import A2C2f, ABlock, Bottleneck, C2f, C3k, C3k2
 from ultralytics.nn.modules.conv import Conv
 
-from yolo12_fastconv import ops
+from yolo12_fastconv import _slices, ops
 from yolo12_fastconv.patching import patch_modules
 
 OPS = torch.ops.yolo12_fastconv
@@ -119,6 +119,13 @@ def test_bad_arguments():
     )
     with pytest.raises(RuntimeError, match="add_to_grad_x must have the shape of x"):
         OPS.conv_bn_act_train_backward.default(*backward, None, x[:, :3])
+    for wrong in ((x[:, :3],), (x.float(),), (x.clone(), x[:, :3])):
+        with pytest.raises(RuntimeError, match=r"(grad_x|more) must have the (shape|dtype) of x"):
+            OPS.conv_bn_act_train_backward_.default(*backward, None, *wrong)
+    with pytest.raises(RuntimeError, match="conv_bn_act_train_backward_ has no gradient"):
+        OPS.conv_bn_act_train_backward_.default(
+            y, x.requires_grad_(), *backward[2:], None, torch.zeros_like(y)
+        )
 
 
 def test_opcheck():
@@ -132,34 +139,163 @@ def test_opcheck():
         OPS.conv_bn_act_train_backward.default,
         (y, x, weight, None, z, mean, var, gamma, beta, 1e-3, *call[7:], mask, None, torch.randn_like(x)),
     )
+    wide = torch.randn(2, 20, 5, 4, dtype=torch.float64)
+    in_place = (
+        y,
+        x,
+        weight,
+        None,
+        z,
+        mean,
+        var,
+        gamma,
+        beta,
+        1e-3,
+        *call[7:],
+        mask,
+        None,
+        wide[:, 3:9],
+        wide[:, 9:15],
+    )
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    opcheck(OPS.conv_bn_act_train_backward_.default, in_place, test_utils=tests)
 
 
-BLOCKS = {  # block, and how many sums autograd makes of its own: gradients that three read
+BLOCKS = {  # block, and how many of its convolutions add to a slice of a concat's gradient
     "Bottleneck": (lambda: Bottleneck(16, 16, e=0.5), 0),
     "C2f": (lambda: C2f(16, 32, 2, True), 2),
+    "C2f without shortcuts": (lambda: C2f(16, 32, 1), 1),
     "C3k": (lambda: C3k(16, 32, 2), 0),
-    "C3k2 of C3k": (lambda: C3k2(16, 32, 1, True), 0),
+    "C3k2 of C3k": (lambda: C3k2(16, 32, 1, True), 2),
     "ABlock": (lambda: ABlock(64, 2, 1.2, 4), 0),
     "A2C2f": (lambda: A2C2f(32, 64, 2, True, 4), 2),
+    "A2C2f of C3k": (lambda: A2C2f(32, 64, 2, False), 4),
     "A2C2f with gamma": (lambda: A2C2f(64, 64, 1, True, 1, True, 1.2), 1),
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_neither_concatenate_nor_add(name):
-    make, sums = BLOCKS[name]
+def block_of(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    block = support.uneven(make()).double().train()
+    block = support.uneven(BLOCKS[name][0]()).double().train()
     patch_modules(block)
     channels = next(p for p in block.parameters() if p.dim() == 4).shape[1]
-    x = torch.randn(2, channels, 4, 6, dtype=torch.float64).requires_grad_()
+    return block, torch.randn(2, channels, 4, 6, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_neither_concatenate_nor_add(name):
+    block, x = block_of(name)
     with OpLog() as log:
         y = block(x)
     assert "aten.cat.default" not in log.names
     with OpLog() as log:
         y.backward(torch.randn_like(y))
-    assert "aten.cat.default" not in log.names
-    assert sum(op.startswith("aten.add.") for op in log.names) == sums
+    copies = ("aten.cat.default", "aten.add.Tensor", "yolo12_fastconv.concat_channels.default")
+    assert not set(copies) & set(log.names)
+    assert log.names.count("yolo12_fastconv.conv_bn_act_train_backward_.default") == BLOCKS[name][1]
+
+
+def grads_of(block: nn.Module, x: torch.Tensor, times: int = 1) -> list[torch.Tensor]:
+    """The gradients of the last of `times` backwards of one graph."""
+    y = block(x)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    leaves = [x, *block.parameters()]
+    for _ in range(times):
+        grads = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    return list(grads)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_in_place_sums_are_autograds(name, monkeypatch):
+    """Also in the second backward of one graph. Equal but for the order in which a CPU sums over strided rows; on a GPU
+    bit for bit (test_gpu_gradient_sums.py)."""
+    block, x = block_of(name)
+    first, second = grads_of(block, x), grads_of(block, x, times=2)
+    monkeypatch.setattr(_slices, "own", lambda grads, node: None)
+    expected = grads_of(block, x)
+    for ours, again, theirs in zip(first, second, expected, strict=True):
+        assert torch.equal(ours, again)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["part", "whole block", "cv2 of a C3k", "second convolution"])
+def test_gradients_that_a_hook_holds_are_not_written(place):
+    """What a hook has seen of a gradient stays as it was."""
+    block, x = block_of("C3k2 of C3k")
+    watched = {
+        "part": block.m[0], "whole block": block, "cv2 of a C3k": block.m[0].cv2, "second convolution": block.cv2.conv,
+    }[place]  # fmt: skip
+    seen = []
+
+    def look(module, inputs):
+        inputs[0].register_hook(lambda grad: seen.append((grad, grad.clone())))
+
+    watched.register_forward_pre_hook(look)
+    grads_of(block, x)
+    assert len(seen) == 1
+    assert all(torch.equal(now, then) for now, then in seen)
+
+
+def test_a_hook_whose_module_has_no_gradient_holds_its_own():
+    """The watched reader's result is cut off: then the gradient of what it has read would be the slice alone."""
+    block, x = block_of("C3k2 of C3k")
+    seen = []
+
+    def look(module, inputs, output):
+        inputs[0].register_hook(lambda grad: seen.append((grad, grad.clone())))
+        return output.detach()
+
+    block.m[0].cv2.register_forward_hook(look)
+    block(x).square().sum().backward()
+    assert len(seen) == 1 and torch.equal(*seen[0])
+
+
+def test_some_gradients_alone():
+    """Gradients of some leaves, where not all nodes of a block run."""
+    block, x = block_of("A2C2f")
+    y = block(x)
+    every = grads_of(block, x)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    leaves = [x, *block.parameters()]
+    for i in (0, 1, 4, 7):
+        (alone,) = torch.autograd.grad(y, leaves[i], grad, retain_graph=True)
+        assert torch.equal(alone, every[i])
+
+
+def test_double_backward_through_a_block():
+    def second(module, x):
+        (first,) = torch.autograd.grad(module(x).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, *module.parameters()], allow_unused=True)
+
+    block, x = block_of("C3k2 of C3k")
+    for module in block.modules():
+        module.__dict__["_fc_memory"] = "fast"
+    stock = support.uneven(C3k2(16, 32, 1, True)).double().train()
+    stock.load_state_dict(block.state_dict())
+    for ours, theirs in zip(second(block, x), second(stock, x), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_passed_twice():
+    """Three readers: the gradients of the two others are added together, and then to that of the convolution."""
+    x, weight, _, gamma, beta, *_ = arguments()
+
+    def grads(passing):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, gamma, beta)]
+        source = leaves[0] * 2
+        call = (source, leaves[1], None, *leaves[2:], 1e-3, None, (1, 1), (1, 1))
+        if passing:
+            y, second, third = ops.conv_bn_act_train_and_pass(*call, passes=2)
+        else:
+            y, second, third = ops.conv_bn_act_train(*call)[0], source, source
+        return torch.autograd.grad(y.sin().sum() + second.cos().sum() + third.exp().sum(), leaves)
+
+    for ours, theirs in zip(grads(True), grads(False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_foreign_parts_are_concatenated():

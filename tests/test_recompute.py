@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from ultralytics import YOLO
 from ultralytics.nn.modules import Conv
+from ultralytics.nn.modules.block import C3k
 
 from yolo12_fastconv import _recompute, ops, patch_model, training, unpatch_model
 
@@ -61,6 +62,29 @@ def test_less_is_kept():
     # Three of the four inputs are outputs of blocks: 8, 16 and 8 maps of 32 x 32.
     assert fast - low == 2 * (8 + 16 + 8) * 32 * 32 * 4
     assert kept_bytes(patch_model(chain()), x) == fast, "small tensors are not worth a pass"
+
+
+def test_a_tensor_with_two_readers_is_computed_once_and_not_kept():
+    """The input of a C3k, which two convolutions read, that of its bottleneck, and what is inside the bottleneck."""
+
+    def block(memory: str) -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Sequential(Conv(3, 8, 3), C3k(8, 16, 1, True, e=0.5))
+        return patch_model(support.uneven(model).train(), memory=memory)
+
+    x = torch.randn(2, 3, 16, 16)
+    fast, low = block("fast"), block("low")
+    assert kept_bytes(fast, x) - kept_bytes(low, x) == 2 * (8 + 8 + 8) * 16 * 16 * 4
+    expected = support.step(fast, x)
+    y = low(x)
+    for _ in range(2):  # the second time from the same graph
+        low.zero_grad()
+        with support.OpLog() as log:
+            support.tensors(y)[0].sum().backward(retain_graph=True)
+        assert log.names.count("yolo12_fastconv.bn_act.default") == 3
+    low = block("low")
+    found = support.step(low, x)
+    assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items() if grad is not None)
 
 
 @pytest.mark.parametrize("change", ["write", "data", "view", "sum"])

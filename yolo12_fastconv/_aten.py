@@ -18,6 +18,7 @@ from yolo12_fastconv._shapes import (
     check_added,
     check_attention_gradients,
     check_channels,
+    check_grad_x,
     check_out,
     check_residual,
     check_statistics,
@@ -327,6 +328,42 @@ def conv_bn_act_train_backward(
         if add_to_grad_x is not None and output_mask[0]:
             grads[0].add_(add_to_grad_x)
         return *grads, *_bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, output_mask, x)
+
+
+def conv_bn_act_train_backward_(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    output_mask: list[bool],
+    cast_weight: Tensor | None,
+    grad_x: Tensor,
+    more: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_grad_x(grad_x, more, x)
+    made, *others = conv_bn_act_train_backward(
+        grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, stride, padding, dilation, groups, act, dtype,
+        allow_tf32, output_mask, cast_weight,
+    )  # fmt: skip
+    if output_mask[0]:
+        with _without_autocast(x.device):
+            if more is not None:
+                grad_x.add_(more)
+            grad_x.add_(made)
+    return x.new_empty(0), *others  # type: ignore[return-value]
 
 
 def _cast(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:

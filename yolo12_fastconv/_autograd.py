@@ -6,13 +6,13 @@ arguments at every call: that took longer than the convolutions of a small model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, _recompute, reference
+from yolo12_fastconv import _aten_maps, _recompute, _slices, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -86,26 +86,31 @@ def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, .
 
 
 def _train(
-    op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast", passes: bool = False
+    op: Callable[..., Any], arguments: tuple[Any, ...], memory: str = "fast", passes: int = 0
 ) -> tuple[Tensor, ...]:
-    """The outputs of `op`; with `passes` also `x`, behind them."""
+    """The outputs of `op`, and behind them `x`, as often as `passes` says."""
     x, residual = arguments[0], arguments[_RESIDUAL["conv_bn_act_train"]]
     sources = (*arguments[:_DIFFERENTIABLE], residual)
     if not _needs_grad(sources):
         outputs = call_op(op, *arguments)
-        return (*outputs, x) if passes else outputs
+        return (*outputs, *(x,) * passes)
     x_source = None if memory == "fast" else _recompute.source_of(x, memory)
     # What gets no gradient goes in, and what needs none comes out, in one object each: `apply` looks at every argument
     # and result, which takes longer than a launch.
     others: list[Tensor] = []
+    passed: Sequence[Tensor] = (x,) * passes
     if passes and x.requires_grad:
-        y, x = _TrainingAndPass.apply(*sources, op, arguments, x_source, others)
+        if x_source is not None and x_source.shared is None:
+            x_source = x_source._replace(shared=_recompute.Shared())
+        y, *passed = _TrainingAndPass.apply(*sources, op, arguments, x_source, others, passes)
+        if x_source is not None:
+            _recompute.hand_on(x_source, passed)
     else:
         y = _Training.apply(*sources, op, arguments, x_source, others)
     # What lies in a concat is kept with it in any case.
     if memory != "fast" and residual is None and _out_of(arguments) is None:
         _recompute.note(y, (*others[:3], *arguments[3:5]), arguments[_DIFFERENTIABLE], arguments[_ACT])
-    return (y, *others, x) if passes else (y, *others)
+    return (y, *others, *passed)
 
 
 def bn_act(*arguments: Any) -> Tensor:
@@ -114,9 +119,9 @@ def bn_act(*arguments: Any) -> Tensor:
     return call_op(_ops.bn_act.default, *arguments)
 
 
-def conv_bn_act_train_and_pass(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
+def conv_bn_act_train_and_pass(*arguments: Any, memory: str, passes: int) -> tuple[Tensor, ...]:
     """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
-    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes=True)
+    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes)
 
 
 def _out_of(arguments: tuple[Any, ...]) -> Tensor | None:
@@ -135,6 +140,15 @@ def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _once_differentiable(_ops.conv_bn_act_train_backward.default, arguments)
+
+
+def conv_bn_act_train_backward_(*arguments: Any) -> tuple[Tensor, ...]:
+    if _needs_grad(arguments):
+        raise RuntimeError(
+            "yolo12_fastconv: conv_bn_act_train_backward_ has no gradient, since it writes to its argument: "
+            "differentiate conv_bn_act_train with create_graph=True instead"
+        )
+    return call_op(_ops.conv_bn_act_train_backward_.default, *arguments)
 
 
 def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype) -> Tensor:
@@ -213,8 +227,13 @@ class _Concat(torch.autograd.Function):
 def join(buffer: Tensor, parts: list[Tensor]) -> Tensor:
     """`buffer`, in which `parts` lie one behind the other along the channels, as their concatenation."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in parts):
-        return _Join.apply((buffer,), *parts)
+        whole = _Join.apply((buffer,), *parts)
+        setattr(whole, _JOINED, True)
+        return whole
     return buffer
+
+
+_JOINED = "_fc_joined"
 
 
 class _Join(torch.autograd.Function):
@@ -225,7 +244,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads = grad.split(ctx.widths, 1)  # views, as from the backward of torch.cat
+        nodes = [node for node, _ in ctx.next_functions]
+        grads = _slices.split(grad, ctx, ctx.widths, nodes)  # views, as from the backward of torch.cat
         return (
             None,
             *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)),
@@ -233,7 +253,8 @@ class _Join(torch.autograd.Function):
 
 
 def halves(y: Tensor) -> tuple[Tensor, Tensor]:
-    """``y.chunk(2, 1)`` of an even number of channels; the gradients are put together by `concat_channels`."""
+    """``y.chunk(2, 1)`` of an even number of channels. The gradients are put together by `concat_channels`, where they
+    do not lie side by side."""
     if torch.is_grad_enabled() and y.requires_grad:
         return _Halves.apply(y)
     first, second = y.chunk(2, 1)
@@ -248,7 +269,8 @@ class _Halves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-        return concat_channels([first, second], [1, 1], first.dtype)
+        whole = _slices.side_by_side(first, second, ctx)
+        return concat_channels([first, second], [1, 1], first.dtype) if whole is None else whole
 
 
 class _UpsampleBackward(torch.autograd.Function):
@@ -384,36 +406,48 @@ class _Training(torch.autograd.Function):
             ctx.save_for_backward(x, *kept)
         else:
             ctx.save_for_backward(None, *kept, *x_source.tensors)
-            again = (x_source.eps, x_source.act)
+            again = (x_source.eps, x_source.act, x_source.shared)
+            if x_source.shared is not None:
+                x_source.shared.readers += 1
         ctx.call = (
             arguments[_DIFFERENTIABLE],
             arguments[_RESIDUAL["conv_bn_act_train"] + 1 : _TRAIN_ARGUMENTS],
             again,
         )
         ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.reads_join = _JOINED in x.__dict__
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        return _training_backward(ctx, grad_y, None)
+        return _training_backward(ctx, grad_y)
 
 
 class _TrainingAndPass(torch.autograd.Function):
-    """`_Training` that also returns `x`, for whatever else reads it: its backward adds their gradient to its own."""
+    """`_Training` that also returns `x`, for whatever else reads it: its backward adds their gradients to its own."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # no zero-filled gradient where only one of the results was used
-        return _Training.forward(ctx, *inputs), inputs[0]
+        return (_Training.forward(ctx, *inputs[:-1]), *(inputs[0],) * inputs[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
-        return _training_backward(ctx, grad_y, passed)
+    def backward(ctx: Any, grad_y: Tensor | None, *passed: Tensor | None) -> tuple[Any, ...]:
+        others = [grad for grad in passed if grad is not None]
+        if grad_y is None:
+            return (_sum(others), *(None,) * (len(ctx.needs_input_grad) - 1))
+        return (*_training_backward(ctx, grad_y, others), None)
 
 
-def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -> tuple[Any, ...]:
-    if grad_y is None:
-        return (passed, *(None,) * (len(ctx.needs_input_grad) - 1))
+def _sum(grads: Sequence[Tensor]) -> Tensor | None:
+    """As autograd adds what comes to one tensor: of three, the last two first."""
+    if len(grads) > 1:
+        return grads[0] + _sum(grads[1:])  # type: ignore[operator]
+    return grads[0] if grads else None
+
+
+def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) -> tuple[Any, ...]:
+    """`passed`: gradients to add to that of `x`, at most two."""
     x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
     eps, geometry, again = ctx.call
     if again is not None:
@@ -427,14 +461,22 @@ def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -
             )[0]
 
         grads = _differentiable_grads([x, weight, bias, bn_weight, bn_bias], wanted, grad_y, forward)
-        if passed is not None and grads[0] is not None:
-            grads[0] = grads[0] + passed
+        if passed and grads[0] is not None:
+            grads[0] = _sum([grads[0], *passed])
     else:
-        out = call_op(
-            _ops.conv_bn_act_train_backward.default, grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
-            *geometry, wanted, cast_weight, passed,
+        call = (
+            grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, *geometry, wanted, cast_weight,
         )  # fmt: skip
-        grads = _asked_for(out, wanted)
+        place = _slices.own(passed, ctx) if passed and wanted[0] else None
+        if place is None:
+            out = call_op(_ops.conv_bn_act_train_backward.default, *call, _sum(passed))
+            grads = _asked_for(out, wanted)
+        else:
+            more = _sum([grad for grad in passed if grad is not place])
+            out = call_op(_ops.conv_bn_act_train_backward_.default, *call, place, more)
+            grads = [place, *_asked_for(out, wanted)[1:]]
+        if grads[0] is not None and (place is not None or ctx.reads_join):
+            _slices.give(grads[0], ctx.next_functions[0][0])
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
 
 

@@ -99,6 +99,24 @@ def check_added(added: Tensor | None, x: Tensor) -> None:
         )
 
 
+def check_grad_x(grad_x: Tensor, more: Tensor | None, x: Tensor) -> None:
+    """What the gradient of `x` is added to in place, and what else is: nothing is broadcast or promoted."""
+    for name, tensor in (("grad_x", grad_x), ("more", more)):
+        if tensor is not None:
+            _require(
+                tensor.shape == x.shape,
+                partial(
+                    "{} must have the shape of x, {}, got {}".format,
+                    name,
+                    tuple(x.shape),
+                    tuple(tensor.shape),
+                ),
+            )
+    _require(
+        grad_x.dtype is x.dtype, lambda: f"grad_x must have the dtype of x, {x.dtype}, got {grad_x.dtype}"
+    )
+
+
 def check_concat(tensors: list[Tensor], scales: list[int]) -> list[int]:
     """Maps to be magnified and concatenated along their channels; returns the result's sizes (N, C, H, W)."""
     _require(len(tensors) > 0, lambda: "tensors must hold at least one tensor")

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from yolo12_fastconv import ops
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, store
+from yolo12_fastconv.fused_block import (
+    FusedBlock,
+    child,
+    is_watched,
+    run,
+    run_and_pass,
+    run_and_pass_twice,
+    store,
+)
 
 from ultralytics.nn.modules.block import AAttn, ABlock  # isort: skip  (fused_block has checked that)
 
@@ -47,9 +55,10 @@ class FastAAttn(FusedBlock, AAttn):
     ) -> tuple[Tensor, Tensor]:
         """As `FusedBlock`."""
         heads = self.num_heads
-        qkv, passed = run_and_pass(child(self, "qkv"), x)
         if residual is x:
-            residual = passed
+            qkv, residual, passed = run_and_pass_twice(child(self, "qkv"), x)
+        else:
+            qkv, passed = run_and_pass(child(self, "qkv"), x)
         if qkv.shape[1] != 3 * heads * self.head_dim:  # pruned, for example: stock's error
             y = self._stock.forward(self, x)
             return store(y if residual is None else residual + y, out), passed

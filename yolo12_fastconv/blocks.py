@@ -113,8 +113,14 @@ class FastConv(StockPickle, Conv):
     ) -> tuple[Tensor, Tensor]:
         """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
         passed = [x]
+        return self.run_passing(x, passed, residual, out), passed[0]
+
+    def run_passing(
+        self, x: Tensor, passed: list[Tensor], residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """`run`. `passed` holds `x` once for each of its other readers, and gets what they shall read instead."""
         bn = None if "forward" in self.__dict__ else child(self, "bn")
-        return _run(self, bn, x, residual, out, passed), passed[0]
+        return _run(self, bn, x, residual, out, passed)
 
 
 class FastDWConv(FastConv, DWConv):
@@ -143,7 +149,8 @@ def _run(
     The usual call is recognised here in one go, by conditions that together are enough for the fused op: asking for
     reasons one by one took longer than the op. Every other call goes to `_run_checked`, which knows all cases. It is
     also what a compiler traces, whose graphs need no shortcut.
-    `passed`, a list that holds `x`, gets in its place what others shall read instead, if there is a gradient to add.
+    `passed`, a list that holds `x` once or twice, gets in its place what others shall read instead, if there is a
+    gradient to add.
     """
     if torch.compiler.is_compiling() or _is_tracing() or type(x) is not Tensor or _has_any_global_hook():
         return _run_checked(block, bn, x, residual, out, passed)
@@ -272,7 +279,7 @@ def _compute(
         if passed is None:
             y, _, _ = ops.conv_bn_act_train(*arguments)
         else:
-            y, passed[0] = ops.conv_bn_act_train_and_pass(*arguments)
+            y, *passed[:] = ops.conv_bn_act_train_and_pass(*arguments, len(passed))
     else:
         state = None if bn is None else ops.BatchNormState(gamma, beta, mean, var, bn.eps)
         if torch.is_grad_enabled():

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from yolo12_fastconv import _aten, blocks, ops, programs
 from yolo12_fastconv.blocks import FastConv
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run, run_and_pass, store
+from yolo12_fastconv.fused_block import (
+    FusedBlock,
+    child,
+    is_watched,
+    run,
+    run_and_pass,
+    run_and_pass_twice,
+    store,
+)
 
 from ultralytics.nn.modules.block import C3, A2C2f, Bottleneck, C2f, C3k, C3k2  # isort: skip  (blocks has checked that)
 
@@ -42,12 +50,13 @@ class FastBottleneck(FusedBlock, Bottleneck):
     ) -> tuple[Tensor, Tensor]:
         """As `FusedBlock`."""
         cv1, cv2 = child(self, "cv1"), child(self, "cv2")
-        hidden, x = run_and_pass(cv1, x)
         if not self.add:
+            hidden, x = run_and_pass(cv1, x)
             return run(cv2, hidden, residual, out), x
+        hidden, shortcut, x = run_and_pass_twice(cv1, x)
         if residual is None:
-            return run(cv2, hidden, x, out), x
-        return store(residual + run(cv2, hidden, x), out), x
+            return run(cv2, hidden, shortcut, out), x
+        return store(residual + run(cv2, hidden, shortcut), out), x
 
 
 class FastC2f(FusedBlock, C2f):
@@ -101,7 +110,11 @@ class FastC3(FusedBlock, C3):
                 left, right = buffer.split((buffer.shape[1] - width, width), 1)
         hidden, x = run_and_pass(cv1, x)
         first = run(child(self, "m"), hidden, out=left)
+        passed = x
         second, x = run_and_pass(cv2, x, out=right)
+        if x is passed and x.requires_grad and torch.is_grad_enabled():
+            # Perhaps somebody has seen it, who may hold on to its gradient: what a concat reads is summed in place.
+            x = x.view_as(x)
         in_place = _is_at(left, first) and _is_at(right, second)
         return run(cv3, _whole(buffer if in_place else None, [first, second]), residual, out), x
 

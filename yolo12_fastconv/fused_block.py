@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from yolo12_fastconv import _config, blocks, programs
 from yolo12_fastconv.blocks import FallbackError, FastConv, StockPickle
 
-__all__ = ["FusedBlock", "child", "is_watched", "run", "run_and_pass", "store"]
+__all__ = ["FusedBlock", "child", "is_watched", "run", "run_and_pass", "run_and_pass_twice", "store"]
 
 child = blocks.child
 
@@ -130,6 +130,16 @@ def run_and_pass(
             y = run(layer, y)
         return run(last, y, passed if residual is x else residual, out), passed
     return run(module, x, residual, out), x
+
+
+def run_and_pass_twice(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`run`, and `x` for two others that read it: their gradients are added where a fast convolution computes its."""
+    if issubclass(type(module), FastConv) and not is_watched(module):
+        passed = [x, x]
+        y = module.run_passing(x, passed)
+        return y, passed[0], passed[1]
+    y, other = run_and_pass(module, x)
+    return y, other, other
 
 
 def store(y: Tensor, out: Tensor | None) -> Tensor:

@@ -211,23 +211,21 @@ def _maps(heads: Any, *x: Tensor) -> list[Tensor]:
 
 def _head(head: Any, x: Tensor) -> Tensor:
     """``head(x)`` for a sequence of blocks that ends in a plain convolution, which runs as the fused op."""
-    if type(head) is not nn.Sequential or is_watched(head) or not head._modules:
-        return head(x)
-    *layers, last = head._modules.values()
-    for layer in layers:
-        x = run_child(layer, x)
-    return _convolution(last, x)
+    return _head_and_pass(head, x)[0]
 
 
 def _head_and_pass(head: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """`_head`, and `x` for the next one: see `fused_block.run_and_pass`."""
-    if type(head) is not nn.Sequential or is_watched(head) or len(head._modules) < 2:
+    if type(head) is not nn.Sequential or is_watched(head) or not head._modules:
         return head(x), x
-    first, *between, last = head._modules.values()
-    y, passed = run_and_pass(first, x)
-    for layer in between:
-        y = run_child(layer, y)
-    return _convolution(last, y), passed
+    *layers, last = head._modules.values()
+    passed = x
+    for i, layer in enumerate(layers):
+        if i == 0:
+            x, passed = run_and_pass(layer, x)
+        else:
+            x = run_child(layer, x)
+    return _convolution(last, x), passed
 
 
 def _convolution(conv: Any, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from yolo12_fastconv._shapes import (
     check_concat,
     check_concat_out,
     check_detect,
+    check_grad_x,
     check_out,
     check_residual,
     check_statistics,
@@ -86,6 +87,11 @@ SCHEMAS = {
     "conv_bn_act_train_backward": (
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
         f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None, Tensor? add_to_grad_x=None) -> {_GRADS}"
+    ),
+    # The same that adds `more` and then the gradient of x to `grad_x`, in place; the first one returned is empty.
+    "conv_bn_act_train_backward_": (
+        f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
+        f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight, Tensor(a!) grad_x, Tensor? more=None) -> {_GRADS}"
     ),
     # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
     # empty if the weight has that dtype. Without running_mean and running_var nothing is moved. With `out`, y is
@@ -335,12 +341,9 @@ def conv_bn_act_train(
         RuntimeError: as `conv_bn_act`, where a channel has a single value, of which there is no variance, and for `out`
             of another size, dtype or device.
     """
-    dtype = compute_dtype(x)
-    tf32 = dtype is torch.float32 and allow_tf32(x.device, dtype)
-    arguments = (
-        x, weight, bias, bn_weight, bn_bias, eps, residual, list(stride), list(padding), list(dilation), groups,
-        ACTIVATIONS[act], dtype, tf32,
-    )  # fmt: skip
+    arguments = _train_arguments(
+        x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act
+    )
     if torch.compiler.is_compiling():
         # An op that takes part in a graph's autograd writes to none of its inputs.
         y, _z, mean, var = _ops.conv_bn_act_train.default(*arguments)
@@ -350,7 +353,7 @@ def conv_bn_act_train(
     y, _z, mean, var, _weight = _autograd.conv_bn_act_train_(
         *arguments, *(running or _UNTRACKED), out, memory=memory
     )
-    return y if out is None or y.requires_grad else _autograd.alias(out), mean, var
+    return _result(y, out), mean, var
 
 
 def conv_bn_act_train_and_pass(
@@ -369,38 +372,69 @@ def conv_bn_act_train_and_pass(
     running: RunningStats | None = None,
     memory: str = "fast",
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    passes: int = 1,
+) -> tuple[Tensor, ...]:
     """`conv_bn_act_train`, and `x` once more for whatever else reads it.
 
     Autograd adds the gradients of a tensor that is read twice, in a pass over three tensors of its size. Whoever reads
     the second result instead of `x` has its gradient added by the kernel that computes the convolution's gradient of
-    `x`, with the same two roundings.
+    `x`, with the same two roundings: in place, if it is a slice of the gradient of `join_channels`.
 
     Args:
         As `conv_bn_act_train`.
+        passes: 1, or 2 for a tensor that three read.
 
     Returns:
         y: as `conv_bn_act_train`.
-        x: a view of `x` with history; `x` itself where no gradient of it is recorded, and while compiling.
+        x: a view of `x` with history, `passes` of them; `x` itself where no gradient of it is recorded, and while
+            compiling.
 
     Raises:
         As `conv_bn_act_train`.
     """
-    arguments = (x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups)
     if torch.compiler.is_compiling():
-        return conv_bn_act_train(*arguments, act, running)[0], x
-    dtype = compute_dtype(x)
-    outputs = _autograd.conv_bn_act_train_and_pass(
-        *arguments,
-        ACTIVATIONS[act],
-        dtype,
-        allow_tf32(x.device, dtype),
-        *(running or _UNTRACKED),
-        out,
-        memory=memory,
+        y, _, _ = conv_bn_act_train(
+            x,
+            weight,
+            bias,
+            bn_weight,
+            bn_bias,
+            eps,
+            residual,
+            stride,
+            padding,
+            dilation,
+            groups,
+            act,
+            running,
+        )
+        return (y, *(x,) * passes)
+    arguments = _train_arguments(
+        x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act
     )
-    y = outputs[0]
-    return y if out is None or y.requires_grad else _autograd.alias(out), outputs[-1]
+    outputs = _autograd.conv_bn_act_train_and_pass(
+        *arguments, *(running or _UNTRACKED), out, memory=memory, passes=passes
+    )
+    return (_result(outputs[0], out), *outputs[-passes:])
+
+
+def _train_arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None, eps: float,
+    residual: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    act: str,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of the ops `conv_bn_act_train` and `conv_bn_act_train_`, with torch's state read now."""
+    dtype = compute_dtype(x)
+    tf32 = dtype is torch.float32 and allow_tf32(x.device, dtype)
+    return (
+        x, weight, bias, bn_weight, bn_bias, eps, residual, list(stride), list(padding), list(dilation), groups,
+        ACTIVATIONS[act], dtype, tf32,
+    )  # fmt: skip
+
+
+def _result(y: Tensor, out: Tensor | None) -> Tensor:
+    """What `conv_bn_act_train` returns as y: without gradients, the op's is empty if it has written to `out`."""
+    return y if out is None or y.requires_grad else _autograd.alias(out)
 
 
 _UNTRACKED = (None, None, None, None)  # in the place of RunningStats
@@ -451,8 +485,8 @@ def area_attention(
     its run. On CUDA, half precision and float32 with 32 channels a head run on kernels of the compiled library: logits
     and softmax in float32, weights rounded to half precision for the product of half values; float32 products to the
     accuracy of float32, whatever TF32 setting. All else, and the gradient in float32, runs on ATen: half precision on
-    CUDA by its ``scaled_dot_product_attention``, float32, float64 and everything on a CPU as stock computes it, by two
-    products and a softmax.
+    CUDA forward by its ``scaled_dot_product_attention``; its gradient, float32, float64 and everything on a CPU as
+    stock computes it, by two products and a softmax.
 
     Args:
         qkv: (B, 3 * C, H, W) in any floating dtype, C = num_heads * d; the channels of a head lie together, d of its
@@ -543,7 +577,8 @@ def join_channels(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def halves(y: Tensor) -> tuple[Tensor, Tensor]:
-    """``y.chunk(2, 1)`` of a map with an even number of channels, whose backward concatenates by `concat_channels`."""
+    """``y.chunk(2, 1)`` of a map with an even number of channels. Its backward takes the two gradients as one where
+    they are slices side by side of the gradient of `join_channels`, and else concatenates by `concat_channels`."""
     if torch.compiler.is_compiling():
         first, second = y.chunk(2, 1)
         return first, second
@@ -711,6 +746,15 @@ def _(
     return _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_backward_", lib=_lib)
+def _(
+    grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, stride, padding, dilation, groups, act, dtype,
+    allow_tf32, output_mask, cast_weight, grad_x, more=None,
+):  # fmt: skip
+    check_grad_x(grad_x, more, x)
+    return _fake_grads(x, weight, bias, bn_weight, bn_bias, [False, *output_mask[1:]])
+
+
 @torch.library.register_fake(f"{NAMESPACE}::bn_act", lib=_lib)
 def _(z, mean, var, bn_weight, bn_bias, eps, act):
     check_channels(z.shape[1], z, bn_weight=bn_weight, bn_bias=bn_bias)
@@ -792,6 +836,7 @@ for _name in (
     "conv_bn_act_train_",
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
+    "conv_bn_act_train_backward_",
     "bn_act",
     "concat_channels",
     "concat_channels_out",

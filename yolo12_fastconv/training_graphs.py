@@ -45,7 +45,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,24 @@ _MARGIN = 1.1
 """Room that an eager call must have, over the memory that the graph needs for an input of its size."""
 
 Gradients = tuple[Tensor | None, ...]
+
+
+class _Key(NamedTuple):
+    """What a call must have in common with the captured one, besides the model's state."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    autocast: bool
+    autocast_dtype: torch.dtype
+    others: tuple[Any, ...]
+    """The rest of `flags`."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Key:
+        autocast, autocast_dtype, *others = flags()
+        return cls(x.shape, x.stride(), x.dtype, x.device, autocast, autocast_dtype, tuple(others))
 
 
 class _Call:
@@ -173,7 +191,7 @@ class _Backward:
 class _Entry:
     """A captured network."""
 
-    def __init__(self, key: Any, state: _State, recording: Any, aliases: dict[Tensor, Tensor]) -> None:
+    def __init__(self, key: _Key, state: _State, recording: Any, aliases: dict[Tensor, Tensor]) -> None:
         """Takes the outputs out of `recording`.
 
         Raises:
@@ -255,13 +273,13 @@ class TrainingGraphs:
         self.backend, self.first_repeats = backend, repeats
         self.entry: _Entry | None = None
         self.repeats = repeats
-        self.last: Any = None
+        self.last: _Key | None = None
         """Signature of the last call."""
         self.streak = 0
         """Calls in a row that had it."""
         self.running = 0
         """Eager calls that have not returned."""
-        self.refused: set[Any] = set()
+        self.refused: set[_Key] = set()
         self.failures = 0
         self.counts: Counter[str] = Counter()
         self.explained = False
@@ -271,7 +289,7 @@ class TrainingGraphs:
         """``function(x)``, replayed if it was captured, captured if it has been called often enough in a row."""
         if not self.backend.serves(x) or x.requires_grad or _watched():
             return function(x)
-        key = (x.shape, x.stride(), x.dtype, x.device, *flags())
+        key = _Key.of(x)
         with self.backend.guard(x):
             with self.lock:
                 entry = self._entry_for(key, model, function, x)
@@ -289,7 +307,7 @@ class TrainingGraphs:
                     self.running -= 1
 
     def _entry_for(
-        self, key: Any, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor
+        self, key: _Key, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor
     ) -> _Entry | None:
         """The graph for this call, or None if it has to be eager."""
         entry = self.entry
@@ -326,7 +344,7 @@ class TrainingGraphs:
                 self._free("no room for another input size beside it")
 
     def _capture(
-        self, key: Any, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor
+        self, key: _Key, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor
     ) -> _Entry | None:
         state: _State | None = None
         try:
@@ -355,7 +373,7 @@ class TrainingGraphs:
         self.problem = ""
         return self.entry
 
-    def _failed(self, key: Any, error: Exception) -> None:
+    def _failed(self, key: _Key, error: Exception) -> None:
         self.failures += 1
         self.refused.add(key)
         what = str(error) if isinstance(error, Uncapturable) else f"{type(error).__name__}: {error}"
@@ -525,10 +543,14 @@ def _again(call: _Call, x: Tensor, grads: Gradients, given: tuple[int, ...]) -> 
             "forward, or gradients of other outputs than before), but the model was changed since. Call backward() "
             "before changing the model, or patch it without cuda_graph=True"
         )
-    autocast, dtype = entry.key[4:6]
     with (
         torch.enable_grad(),
-        torch.autocast(x.device.type, dtype, enabled=autocast and x.is_cuda, cache_enabled=False),
+        torch.autocast(
+            x.device.type,
+            entry.key.autocast_dtype,
+            enabled=entry.key.autocast and x.is_cuda,
+            cache_enabled=False,
+        ),
         state.replaced({buffer: buffer.clone() for buffer in state.buffers()}),
     ):
         outputs = Nest(call.function(x), x.device, set()).tensors

@@ -15,4 +15,17 @@ void batch_norm_act_strided(const BatchNormActArgs& args, int64_t y_stride, DTyp
 void batch_norm_stats_act(const BatchNormStatsArgs& stats, const RunningStatsArgs* running, const BatchNormActArgs& act,
                           int64_t y_stride, DType dtype, cudaStream_t stream);
 
+// out = in[0] + in[1], and with three maps + in[2], in this order, each sum rounded to the dtype. All (rows, channels); `out` may
+// be one of them. kernels/add_rows.cu
+struct AddRowsArgs {
+  const void* in[3];
+  int64_t in_stride[3];  // between rows, in elements
+  int count;             // 2 or 3
+  void* out;
+  int64_t out_stride;
+  int64_t rows;
+  int channels;
+};
+void add_rows(const AddRowsArgs& args, DType dtype, cudaStream_t stream);
+
 }  // namespace yolo12_fastconv

@@ -162,14 +162,15 @@ Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, Optio
   return y;
 }
 
-Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
-                                 Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
-                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
-                                 std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
-                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
-                                 OptionalTensor add_to_grad_x) {
+namespace {
+
+// add_to_grad_x, or grad_x and more: as in BackwardInputs.
+Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const Tensor& z, const Tensor& mean, const Tensor& var, const OptionalTensor& bn_weight,
+                     const OptionalTensor& bn_bias, double eps, const Geometry& geometry, int64_t act, ScalarType dtype,
+                     bool allow_tf32, const std::vector<bool>& output_mask, const OptionalTensor& cast_weight,
+                     const OptionalTensor& add_to_grad_x, const OptionalTensor& grad_x, const OptionalTensor& more) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Geometry geometry = {stride, padding, dilation, groups};
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
   if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
@@ -182,9 +183,34 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   affine.eps = eps;
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
-  return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x},
-                  output_mask);
+  return backward(
+      convolution, x, weight, geometry,
+      {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x, grad_x, more},
+      output_mask);
+}
+
+}  // namespace
+
+Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
+                                 Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                 std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
+                                 bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
+                                 OptionalTensor add_to_grad_x) {
+  return train_backward(grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
+                        {stride, padding, dilation, groups}, act, dtype, allow_tf32, output_mask, cast_weight,
+                        add_to_grad_x, std::nullopt, std::nullopt);
+}
+
+Grads conv_bn_act_train_backward_(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
+                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
+                                  bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
+                                  Tensor grad_x, OptionalTensor more) {
+  return train_backward(grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
+                        {stride, padding, dilation, groups}, act, dtype, allow_tf32, output_mask, cast_weight,
+                        std::nullopt, grad_x, more);
 }
 
 }  // namespace yolo12_fastconv

@@ -5,6 +5,7 @@
 #include "aten.h"
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
+#include "device/training_kernels.h"
 #include "gradient_menu.h"
 
 namespace yolo12_fastconv {
@@ -73,9 +74,10 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
-// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`.
+// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`. With
+// `out` it is written there, which may be `added`: a thread reads what it adds before it writes it, and no other does.
 Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
-                      const Tensor& weight, const OptionalTensor& added) {
+                      const Tensor& weight, const OptionalTensor& added, const OptionalTensor& out) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const int filters = s.out_channels / s.groups;
@@ -93,31 +95,39 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
   args.kernel_w = s.kernel_w;
   transpose_filter(args, convolution.stream());
   const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
-  return Convolution(grad_z, filter, geometry, dtype, convolution.allow_tf32()).run({}, Act::kIdentity, added);
+  const Convolution transposed(grad_z, filter, geometry, dtype, convolution.allow_tf32());
+  if (!out.has_value()) return transposed.run({}, Act::kIdentity, added);
+  transposed.run_out({}, Act::kIdentity, added, *out);
+  return *out;
 }
 
-void check_added(const Tensor& added, const Tensor& x) {
+void check_added(const Tensor& added, const char* name, const Tensor& x) {
   const auto have = added.sizes(), wanted = x.sizes();
   if (added.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) || !added.is_cuda() ||
       added.get_device_index() != x.get_device_index()) {
-    fail("add_to_grad_x must have the shape of x, ", wanted[0], "x", wanted[1], "x", wanted[2], "x", wanted[3],
+    fail(name, " must have the shape of x, ", wanted[0], "x", wanted[1], "x", wanted[2], "x", wanted[3],
          ", and be on cuda:", x.get_device_index());
   }
 }
 
-// grad += added, in place; grad is dense channels_last.
-void add_rows(const Tensor& grad, const Tensor& added, DType dtype, cudaStream_t stream) {
-  if (grad.numel() == 0) return;
-  const Tensor rows = as_row_matrix(added, dtype, stream);
-  BatchNormActArgs args = {};
-  args.z = grad.const_data_ptr();
-  args.rows = grad.size(0) * grad.size(2) * grad.size(3);
-  args.channels = static_cast<int>(grad.size(1));
-  args.act = Act::kIdentity;
-  args.residual = rows.const_data_ptr();
-  args.residual_stride = row_stride(rows);
-  args.y = grad.mutable_data_ptr();
-  batch_norm_act(args, dtype, stream);
+// sum += each of `maps`, one after the other, in place; two at most. `sum` is in `dtype`, of any strides.
+void add_in_place(Tensor sum, const std::vector<Tensor>& maps, DType dtype, cudaStream_t stream) {
+  if (sum.numel() == 0) return;
+  std::vector<Tensor> rows = {as_row_matrix(sum, dtype, stream)};
+  for (const Tensor& map : maps) rows.push_back(as_row_matrix(map, dtype, stream));
+  const Tensor& out = rows.front();
+  AddRowsArgs args = {};
+  args.count = static_cast<int>(rows.size());
+  for (int i = 0; i < args.count; ++i) {
+    args.in[i] = rows[i].const_data_ptr();
+    args.in_stride[i] = row_stride(rows[i]);
+  }
+  args.out = out.mutable_data_ptr();
+  args.out_stride = row_stride(out);
+  args.rows = sum.size(0) * sum.size(2) * sum.size(3);
+  args.channels = static_cast<int>(sum.size(1));
+  add_rows(args, dtype, stream);
+  if (!is_row_matrix(sum)) torch::stable::copy_(sum, out);
 }
 
 // The bias gradient: sums of grad_z over the pixels, float for half and float, by the kernel that sums for batch norms.
@@ -239,7 +249,13 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   }
 
   const bool adds = wanted[kGradX] && in.add_to_grad_x.has_value();
-  if (adds) check_added(*in.add_to_grad_x, x);
+  if (adds) check_added(*in.add_to_grad_x, "add_to_grad_x", x);
+  const bool in_place = wanted[kGradX] && in.grad_x.has_value();
+  if (in_place) {
+    check_added(*in.grad_x, "grad_x", x);
+    if (in.grad_x->scalar_type() != x.scalar_type()) fail("grad_x must have the dtype of x");
+    if (in.more.has_value()) check_added(*in.more, "more", x);
+  }
   bool added = false;
   ConvGrads grads;
   if (conv_wanted) {
@@ -253,10 +269,15 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
     if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
     if (own_x) {
-      added = adds && x_dtype == dtype;
+      // Depthwise kernels write dense rows only.
+      const bool sums = in_place && x_dtype == dtype && s.groups == 1;
+      if (sums && in.more.has_value()) add_in_place(*in.grad_x, {*in.more}, dtype, stream);
+      added = sums || (adds && x_dtype == dtype);
       // The same filter, of half the bytes, from the copy that the forward pass has made.
       const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
-      grads.x = input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt);
+      grads.x = sums ? input_gradient(convolution, *own.dgrad, grad_z, filter, in.grad_x, in.grad_x)
+                     : input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt,
+                                      std::nullopt);
     }
     const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
     const bool calls_aten = others[0] || others[1];
@@ -273,15 +294,22 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     }
     grads.bias = grad_bias;
   }
-  if (wanted[kGradX]) grads.x = channels_last_in_dtype(grads.x, x_dtype);
-  if (adds && !added) add_rows(grads.x, *in.add_to_grad_x, x_dtype, stream);
+  if (in_place && !added) {
+    std::vector<Tensor> maps;
+    if (in.more.has_value()) maps.push_back(*in.more);
+    maps.push_back(grads.x);
+    add_in_place(*in.grad_x, maps, x_dtype, stream);
+  } else if (wanted[kGradX] && !in_place) {
+    grads.x = channels_last_in_dtype(grads.x, x_dtype);
+    if (adds && !added) add_in_place(grads.x, {*in.add_to_grad_x}, x_dtype, stream);
+  }
   if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);
   if (wanted[kGradBias]) grads.bias = in_form_of(grads.bias, *in.bias);
   if (wanted[kGradGamma] && in.bn_weight.has_value()) grad_gamma = in_form_of(grad_gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) grad_beta = in_form_of(grad_beta, *in.bn_bias);
-  return {or_empty(grads.x, wanted[kGradX], x, x_dtype), or_empty(grads.weight, wanted[kGradWeight], x, x_dtype),
-          or_empty(grads.bias, wanted[kGradBias], x, x_dtype), or_empty(grad_gamma, wanted[kGradGamma], x, x_dtype),
-          or_empty(grad_beta, wanted[kGradBeta], x, x_dtype)};
+  return {or_empty(grads.x, wanted[kGradX] && !in_place, x, x_dtype),
+          or_empty(grads.weight, wanted[kGradWeight], x, x_dtype), or_empty(grads.bias, wanted[kGradBias], x, x_dtype),
+          or_empty(grad_gamma, wanted[kGradGamma], x, x_dtype), or_empty(grad_beta, wanted[kGradBeta], x, x_dtype)};
 }
 
 }  // namespace yolo12_fastconv

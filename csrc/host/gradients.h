@@ -17,6 +17,9 @@ struct BackwardInputs {
   bool batch_stats;  // mean and var belong to this batch
   OptionalTensor cast_weight = std::nullopt;  // the weight in the compute dtype, if the forward op made that copy
   OptionalTensor add_to_grad_x = std::nullopt;  // (N, C, H, W), of any dtype
+  // (N, C, H, W) in the dtype of x, to which `more`, likewise, and the gradient of x are added in place: each sum is rounded.
+  // None is returned then.
+  OptionalTensor grad_x = std::nullopt, more = std::nullopt;
 };
 
 Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,

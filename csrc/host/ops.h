@@ -41,6 +41,13 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
                                  bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
                                  OptionalTensor add_to_grad_x);
 
+Grads conv_bn_act_train_backward_(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
+                                  Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
+                                  bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
+                                  Tensor grad_x, OptionalTensor more);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
