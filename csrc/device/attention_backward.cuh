@@ -13,20 +13,11 @@ constexpr float kShift = 4.0f;
 
 // The rows of one area and head.
 template <class T>
-struct SequenceRows {
+struct SequenceRows : SequencePlace {
   const AttentionBackwardArgs& args;
-  int head;
-  // In rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
-  int first_row, first_logsumexp;
 
-  __device__ __forceinline__ SequenceRows(const AttentionBackwardArgs& a, int group) : args(a) {
-    const AttentionShape& s = a.shape;
-    const int sequence = group / s.heads;
-    head = group - sequence * s.heads;
-    first_row = sequence * s.length;
-    const int picture = sequence / s.areas, area = sequence - picture * s.areas;
-    first_logsumexp = ((picture * s.heads + head) * s.areas + area) * s.length;
-  }
+  __device__ __forceinline__ SequenceRows(const AttentionBackwardArgs& a, int group)
+      : SequencePlace(a.shape, group), args(a) {}
 
   // kPart: 0 query, 1 key, 2 value
   __device__ __forceinline__ const T* qkv_row(int row, int part) const {

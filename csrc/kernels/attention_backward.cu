@@ -41,9 +41,11 @@ struct Block : SequenceRows<T> {
   __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p)
       : Block(a, p, reread_block_index()) {}
   __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p, int block_index)
-      : SequenceRows<T>(a, block_index / 2 / p.splits), plan(p) {
+      : Block(a, p, block_index, block_index / 2 / p.splits) {}
+  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p, int block_index, int group)
+      : SequenceRows<T>(a, group), plan(p) {
     of_keys = block_index % 2 == 0;
-    begin = block_index / 2 % p.splits * p.tiles * 16;
+    begin = (block_index / 2 - group * p.splits) * p.tiles * 16;
     end = min(begin + p.tiles * 16, a.shape.length);
   }
 

@@ -53,22 +53,22 @@ static_assert(kMatrix % 1024 == 0 && kSharedBytes <= 227 * 1024);
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 
-// d = a * b, or with kAdds a * b + d: 64 rows of 16 columns in registers, as those of load_matrices, and 16 columns, whose
+// d = a * b, or with kAdds a * b + d: 64 rows of 16 columns in registers, as those of load_matrices, and 32 columns, whose
 // terms are neighbours in shared memory. Asynchronous; d as in wgmma().
 template <class T, bool kAdds>
-__device__ __forceinline__ void wgmma_rows(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma_rows(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
 #if YOLO12_HAS_WGMMA
   if constexpr (std::is_same_v<T, __half>) {
     if constexpr (kAdds) {
-      YOLO12_WGMMA_ROWS(16, 1, "f16.f16", "1, 1, 1, 0", "8", "9", "10", "11", "12");
+      YOLO12_WGMMA_ROWS(32, 2, "f16.f16", "1, 1, 1, 0", "16", "17", "18", "19", "20");
     } else {
-      YOLO12_WGMMA_ROWS(16, 1, "f16.f16", "0, 1, 1, 0", "8", "9", "10", "11", "12");
+      YOLO12_WGMMA_ROWS(32, 2, "f16.f16", "0, 1, 1, 0", "16", "17", "18", "19", "20");
     }
   } else {
     if constexpr (kAdds) {
-      YOLO12_WGMMA_ROWS(16, 1, "bf16.bf16", "1, 1, 1, 0", "8", "9", "10", "11", "12");
+      YOLO12_WGMMA_ROWS(32, 2, "bf16.bf16", "1, 1, 1, 0", "16", "17", "18", "19", "20");
     } else {
-      YOLO12_WGMMA_ROWS(16, 1, "bf16.bf16", "0, 1, 1, 0", "8", "9", "10", "11", "12");
+      YOLO12_WGMMA_ROWS(32, 2, "bf16.bf16", "0, 1, 1, 0", "16", "17", "18", "19", "20");
     }
   }
 #endif
@@ -212,11 +212,11 @@ struct KeyWarp {
   const Block<T>& block;
   uint32_t keys[2][4], values[2][4];
   float grad_keys[16], grad_values[16];
-  float logits[2][8], grad_weights[2][8];  // of this step and the next
+  float logits[16], grad_weights[16];  // of a stage
 
   __device__ __forceinline__ explicit KeyWarp(const Block<T>& b) : block(b) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) logits[0][i] = logits[1][i] = grad_weights[0][i] = grad_weights[1][i] = 0.0f;
+    for (int i = 0; i < 16; ++i) logits[i] = grad_weights[i] = 0.0f;
   }
 
   __device__ __forceinline__ void run(int warp) {
@@ -249,56 +249,59 @@ struct KeyWarp {
     settle(grad_keys), settle(grad_values);
   }
 
-  // A stage is one group of products behind another: the compiler serializes them if any is unfinished at a branch that
-  // leads back.
+  // A stage's products are finished at its end: the compiler serializes those that it does not see both ends of without a
+  // branch. Other warpgroups have theirs meanwhile.
   __device__ __forceinline__ void go_through(Ring& ring, int warp, bool is_key) {
     const int row = warp * kTileBytes + block.matrix_row();
     const uint32_t nowhere = block.shared + kNowhereAt;
-    uint32_t start = descriptor_start(block.shared);
-    int steps = block.steps;
-    uint32_t statistics = block.statistics_address(0);
+    uint32_t start = descriptor_start(block.shared), statistics = block.statistics_address(0);
     uint32_t weights[kStageSteps][4], grads[kStageSteps][4];
+    compute(start);
+    finish();
+    int steps = block.steps;
 #pragma unroll 1
     for (; steps >= kStageSteps; steps -= kStageSteps) {
       const uint32_t to = ring.stage() + row;
-      compute(0, start);
-      compute(1, start + kStepUnits);
       ring.wait_until_empty();
-      differentiate<1>(weights[0], grads[0], 0, statistics);
+      differentiate<0>(weights[0], grads[0], statistics);
       store_matrices(is_key ? to : nowhere, grads[0]);
-      add(weights[0], grads[0], start);
-      differentiate<1>(weights[1], grads[1], 1, statistics + kStepStatisticBytes);
+      //ADD0
+      differentiate<1>(weights[1], grads[1], statistics + kStepStatisticBytes);
       store_matrices(is_key ? to + kStepBytes : nowhere, grads[1]);
+      add(weights[0], grads[0], start);  //L
       add(weights[1], grads[1], start + kStepUnits);
-      arrive_as_warp(ring.filled());
-      ring.advance(1);
       start += kStageSteps * kStepUnits;
       statistics += kStageSteps * kStepStatisticBytes;
-      wgmma_wait<0>();
-      settle(grad_keys), settle(grad_values);
+      compute(start);  // behind the last step of what comes to lie there, for nothing
+      arrive_as_warp(ring.filled());
+      ring.advance(1);
+      finish();
     }
     if (steps > 0) {
-      compute(0, start);
       ring.wait_until_empty();
-      differentiate<0>(weights[0], grads[0], 0, statistics);
+      differentiate<0>(weights[0], grads[0], statistics);
       store_matrices(is_key ? ring.stage() + row : nowhere, grads[0]);
       add(weights[0], grads[0], start);
       arrive_as_warp(ring.filled());
       ring.advance(1);
-      wgmma_wait<0>();
-      settle(grad_keys), settle(grad_values);
+      finish();
     }
   }
 
-  // Starts logits and grad_w of a step.
-  __device__ __forceinline__ void compute(int now, uint32_t start) {
+  // Starts logits and grad_w of a stage.
+  __device__ __forceinline__ void compute(uint32_t start) {
     constexpr int kHalf = 32 / 16, kGrads = (kGradsAt - kQueriesAt) / 16;
     wgmma_fence();
-    wgmma_rows<T, false>(logits[now], keys[0], operand(start));
-    wgmma_rows<T, true>(logits[now], keys[1], operand(start + kHalf));
-    wgmma_rows<T, false>(grad_weights[now], values[0], operand(start + kGrads));
-    wgmma_rows<T, true>(grad_weights[now], values[1], operand(start + kGrads + kHalf));
+    wgmma_rows<T, false>(logits, keys[0], operand(start));
+    wgmma_rows<T, true>(logits, keys[1], operand(start + kHalf));
+    wgmma_rows<T, false>(grad_weights, values[0], operand(start + kGrads));
+    wgmma_rows<T, true>(grad_weights, values[1], operand(start + kGrads + kHalf));
     wgmma_commit();
+  }
+
+  __device__ __forceinline__ void finish() {
+    wgmma_wait<0>();
+    settle(logits), settle(grad_weights), settle(grad_keys), settle(grad_values);
   }
 
   // Queries or grad_out. Both halves of a descriptor are the same for a transposed operand, of which a row holds all columns.
@@ -306,21 +309,19 @@ struct KeyWarp {
     return descriptor(descriptor_layout(kRowBytes, 8 * kRowBytes), start);
   }
 
-  // Weights and grad_logits of a step, behind whose products come kPending groups.
-  template <int kPending>
-  __device__ __forceinline__ void differentiate(uint32_t (&weights)[4], uint32_t (&grads)[4], int now, uint32_t at) {
+  // Weights and grad_logits of a step. at: its statistics.
+  template <int kIndex>
+  __device__ __forceinline__ void differentiate(uint32_t (&weights)[4], uint32_t (&grads)[4], uint32_t at) const {
     const uint4 statistics[2] = {load_shared(at), load_shared(at + 64)};
-    wgmma_wait<kPending>();
-    settle(logits[now]);
-    settle(grad_weights[now]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint4& s = statistics[i / 2];
-      const float first = exp2_fast(logits[now][2 * i] + __uint_as_float(s.x));
-      const float second = exp2_fast(logits[now][2 * i + 1] + __uint_as_float(s.y));
+      const int e = kIndex * 8 + 2 * i;
+      const float first = exp2_fast(logits[e] + __uint_as_float(s.x));
+      const float second = exp2_fast(logits[e + 1] + __uint_as_float(s.y));
       weights[i] = pack_pair<T>(first, second);
-      grads[i] = pack_pair<T>(first * (grad_weights[now][2 * i] + __uint_as_float(s.z)),
-                              second * (grad_weights[now][2 * i + 1] + __uint_as_float(s.w)));
+      grads[i] = pack_pair<T>(first * (grad_weights[e] + __uint_as_float(s.z)),
+                              second * (grad_weights[e + 1] + __uint_as_float(s.w)));
     }
   }
 
