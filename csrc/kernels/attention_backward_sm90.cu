@@ -140,6 +140,8 @@ struct Block : SequenceRows<T> {
   __device__ __forceinline__ bool has_last_keys(int pass, int stage) const {
     return last_keys() < length && (passes == 1 || stage % 2 == pass);
   }
+  // One more than the warps for queries share evenly.
+  __device__ __forceinline__ bool has_odd_stage() const { return stages % kQueryWarps == 1; }
   // Of this lane's two queries among the first eight of a step: -logsumexp, and -mean. 64 bytes behind, of the others.
   __device__ __forceinline__ uint32_t statistics_address(int step) const {
     return shared + kStatisticsAt + step * kStepStatisticBytes + threadIdx.x % 4 * 16;
@@ -265,10 +267,9 @@ struct KeyWarp {
       ring.wait_until_empty();
       differentiate<0>(weights[0], grads[0], statistics);
       store_matrices(is_key ? to : nowhere, grads[0]);
-      //ADD0
       differentiate<1>(weights[1], grads[1], statistics + kStepStatisticBytes);
       store_matrices(is_key ? to + kStepBytes : nowhere, grads[1]);
-      add(weights[0], grads[0], start);  //L
+      add(weights[0], grads[0], start);
       add(weights[1], grads[1], start + kStepUnits);
       start += kStageSteps * kStepUnits;
       statistics += kStageSteps * kStepStatisticBytes;
@@ -333,6 +334,65 @@ struct KeyWarp {
   }
 };
 
+// grad_q of a stage: its queries' share of a pass's keys, and the first pass's sums.
+template <class T>
+__device__ __forceinline__ void add_queries(const Block<T>& block, int pass, int stage) {
+  const int lane = threadIdx.x % 32, fill = pass * block.stages + stage;
+  const Ring ring{block.shared, fill % kSlots, static_cast<uint32_t>(fill) / kSlots % 2};
+  const uint32_t keys[2] = {block.shared + kKeysAt + piece_offset(lane % 16, lane / 16),
+                            block.shared + kKeysAt + piece_offset(lane % 16, lane / 16 + 2)};
+  const uint32_t from = ring.stage() + lane * 16, saved = block.shared + kSumsAt + stage * kSumBytes + lane * 16;
+  float sums[kStageSteps][4][4];
+  clear(sums);
+  if (pass > 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4 v = load_shared(saved + i * 512);
+      sums[i / 4][i % 4][0] = __uint_as_float(v.x), sums[i / 4][i % 4][1] = __uint_as_float(v.y);
+      sums[i / 4][i % 4][2] = __uint_as_float(v.z), sums[i / 4][i % 4][3] = __uint_as_float(v.w);
+    }
+  }
+  uint32_t grads[2][kStageSteps][4], right[2][2][4];
+  const auto load = [&](int to, int tile, int first_key) {
+#pragma unroll
+    for (int t = 0; t < kStageSteps; ++t) load_transposed(grads[to][t], from + t * kStepBytes + tile * kTileBytes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_transposed(right[to][i], keys[i] + first_key * kRowBytes);
+  };
+  const auto add = [&](int now) {
+#pragma unroll
+    for (int t = 0; t < kStageSteps; ++t) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const uint32_t(&r)[4] = right[now][n / 2];
+        multiply<T>(sums[t][n], grads[now][t], r[n % 2 * 2], r[n % 2 * 2 + 1], sums[t][n]);
+      }
+    }
+  };
+  ring.wait_until_filled();
+  load(0, 0, pass * kPassKeys);
+#pragma unroll
+  for (int tile = 0; tile < kKeyWarps; ++tile) {
+    if (tile + 1 < kKeyWarps) load((tile + 1) % 2, tile + 1, pass * kPassKeys + (tile + 1) * 16);
+    add(tile % 2);
+  }
+  if (block.has_last_keys(pass, stage)) {
+    load(0, kKeyWarps, block.last_keys());
+    add(0);
+  }
+  arrive_as_warp(ring.emptied());
+  if (pass + 1 == block.passes) {
+    store_query_rows(sums, block, stage * kStageSteps * kStep, block.length);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const v = sums[i / 4][i % 4];
+      block.store(saved + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                                              __float_as_uint(v[3])));
+    }
+  }
+}
+
 // The 16 keys behind those of the passes.
 template <class T>
 __device__ __forceinline__ void run_last_keys(const Block<T>& block) {
@@ -386,73 +446,41 @@ __device__ __forceinline__ void run_last_keys(const Block<T>& block) {
       arrive_as_warp(ring.filled());
       ring.advance(1);
     }
+    if (block.has_odd_stage()) add_queries(block, pass, block.stages - 1);
   }
   store_key_rows(grad_keys, grad_values, block, first, block.length);
 }
 
-// Every third stage's queries.
+// Every third stage's queries. The last of 13, which would be a fifth for one of the warps, is the last keys' warp's.
 template <class T>
 __device__ __forceinline__ void run_queries(const Block<T>& block, int warp) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t keys[2] = {block.shared + kKeysAt + piece_offset(lane % 16, lane / 16),
-                            block.shared + kKeysAt + piece_offset(lane % 16, lane / 16 + 2)};
+  const int stages = block.stages - block.has_odd_stage();
   for (int pass = 0; pass < block.passes; ++pass) {
 #pragma unroll 1
-    for (int stage = warp; stage < block.stages; stage += kQueryWarps) {
-      const int fill = pass * block.stages + stage;
-      const Ring ring{block.shared, fill % kSlots, static_cast<uint32_t>(fill) / kSlots % 2};
-      float sums[kStageSteps][4][4];
-      const uint32_t saved = block.shared + kSumsAt + stage * kSumBytes + lane * 16;
-      clear(sums);
-      if (pass > 0) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const uint4 v = load_shared(saved + i * 512);
-          sums[i / 4][i % 4][0] = __uint_as_float(v.x), sums[i / 4][i % 4][1] = __uint_as_float(v.y);
-          sums[i / 4][i % 4][2] = __uint_as_float(v.z), sums[i / 4][i % 4][3] = __uint_as_float(v.w);
-        }
-      }
-      ring.wait_until_filled();
-      const auto add = [&](int tile, int first_key) {
-        uint32_t grads[kStageSteps][4];
-#pragma unroll
-        for (int t = 0; t < kStageSteps; ++t) {
-          load_transposed(grads[t], ring.stage() + t * kStepBytes + tile * kTileBytes + lane * 16);
-        }
-        const uint32_t right[2] = {keys[0] + first_key * kRowBytes, keys[1] + first_key * kRowBytes};
-        accumulate<T>(sums, grads, right);
-      };
-#pragma unroll 4
-      for (int tile = 0; tile < kKeyWarps; ++tile) add(tile, pass * kPassKeys + tile * 16);
-      if (block.has_last_keys(pass, stage)) add(kKeyWarps, block.last_keys());
-      arrive_as_warp(ring.emptied());
-      if (pass + 1 == block.passes) {
-        store_query_rows(sums, block, stage * kStageSteps * kStep, block.length);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float* const v = sums[i / 4][i % 4];
-          block.store(saved + i * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                                                  __float_as_uint(v[3])));
-        }
-      }
-    }
+    for (int stage = warp; stage < stages; stage += kQueryWarps) add_queries(block, pass, stage);
   }
 }
 
-// Starts to bring the rows of a later block's group into L2, 32 bytes a lane: all blocks start together, and would wait for
-// memory together, a third of their time.
+// Starts to bring rows of a later block's group into L2: those that this group has among the heads of its area, all heads'
+// channels of them. Blocks start together, and would wait for memory together. Of a whole warp.
 template <class T>
-__device__ __forceinline__ void prefetch(const AttentionBackwardArgs& args, int group, int thread) {
-  constexpr int kSectors = (3 + 1 + 1) * kRowBytes / 32, kElements = 32 / sizeof(T);
-  const SequenceRows<T> rows(args, group);
-#pragma unroll 1
-  for (int i = thread; i < args.shape.length * kSectors; i += kQueryWarps * 32) {
-    const int row = i / kSectors, sector = i - row * kSectors;
-    const T* const from = sector < 6   ? rows.qkv_row(row, 0) + sector * kElements
-                          : sector < 8 ? rows.grad_out_row(row) + (sector - 6) * kElements
-                                       : rows.out_row(row) + (sector - 8) * kElements;
-    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from));
+__device__ __forceinline__ void prefetch(const AttentionBackwardArgs& args, int group, int warp, int warps) {
+  const int heads = args.shape.heads, length = args.shape.length;
+  const SequencePlace place(args.shape, group);
+  const int first = place.head * length / heads, end = (place.head + 1) * length / heads;
+  const auto fetch = [](const void* from, int64_t element, int bytes) {
+#if YOLO12_HAS_WGMMA
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(static_cast<const T*>(from) + element),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  };
+  if (threadIdx.x % 32 != 0) return;
+  for (int i = first + warp; i < end; i += warps) {
+    const int64_t row = place.first_row + i;
+    fetch(args.qkv, row * args.qkv_stride, heads * 3 * kRowBytes);
+    fetch(args.grad_out, row * args.grad_out_stride, heads * kRowBytes);
+    fetch(args.out, row * heads * kHeadDim, heads * kRowBytes);
   }
 }
 
@@ -488,10 +516,9 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_sm90_kernel(co
   } else if (warp == kLastKeysWarp) {
     run_last_keys(block);
   } else {
-    const int later = static_cast<int>(blockIdx.x) + ahead, index = warp - kLastKeysWarp - 1;
-    if (later < groups) {
-      prefetch<T>(args, later, index * 32 + static_cast<int>(threadIdx.x) % 32);
-    }
+    const int index = warp - kLastKeysWarp - 1, later = static_cast<int>(blockIdx.x) + ahead;
+    if (later < groups) prefetch<T>(args, later, index, kQueryWarps);
+    __syncwarp();
     run_queries(block, index);
   }
 #endif
