@@ -44,10 +44,10 @@ constexpr int kBarriersAt = kNowhereAt + 16;
 constexpr int kSharedBytes = kBarriersAt + 2 * kSlots * 8;
 static_assert(kMatrix % 1024 == 0 && kSharedBytes <= 227 * 1024);
 
-#define YOLO12_WGMMA_ROWS(columns, groups, types, flags, i0, i1, i2, i3, ib)                                   \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." types " {" YOLO12_REGISTERS_##groups    \
-               "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" ib ", " flags ";\n"                                \
-               : YOLO12_SUMS_##groups                                                                          \
+#define YOLO12_WGMMA_ROWS(columns, groups, types, flags, i0, i1, i2, i3, ib)                                \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." types " {" YOLO12_REGISTERS_##groups \
+               "}, {%" i0 ", %" i1 ", %" i2 ", %" i3 "}, %" ib ", " flags ";\n"                             \
+               : YOLO12_SUMS_##groups                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define YOLO12_SUMS_AT(i)                                                                                     \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
@@ -205,7 +205,9 @@ struct Block : SequenceRows<T> {
     const int lane = threadIdx.x % 32;
     return (lane / 8 % 2 * 2 + lane / 16) * kMatrixBytes + lane % 8 * 16;
   }
-  __device__ __forceinline__ bool is_key(int first) const { return first + static_cast<int>(threadIdx.x) % 16 < length; }
+  __device__ __forceinline__ bool is_key(int first) const {
+    return first + static_cast<int>(threadIdx.x) % 16 < length;
+  }
 };
 
 // The 64 keys of a warpgroup in each pass.
@@ -364,7 +366,7 @@ __device__ __forceinline__ void add_queries(const Block<T>& block, int pass, int
     for (int t = 0; t < kStageSteps; ++t) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const uint32_t(&r)[4] = right[now][n / 2];
+        const uint32_t (&r)[4] = right[now][n / 2];
         multiply<T>(sums[t][n], grads[now][t], r[n % 2 * 2], r[n % 2 * 2 + 1], sums[t][n]);
       }
     }
@@ -470,8 +472,7 @@ __device__ __forceinline__ void prefetch(const AttentionBackwardArgs& args, int 
   const int first = place.head * length / heads, end = (place.head + 1) * length / heads;
   const auto fetch = [](const void* from, int64_t element, int bytes) {
 #if YOLO12_HAS_WGMMA
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(static_cast<const T*>(from) + element),
-                 "r"(bytes)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(static_cast<const T*>(from) + element), "r"(bytes)
                  : "memory");
 #endif
   };
