@@ -21,6 +21,21 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kRowBytes = kHeadDim * 2;  // of one of query, key, value, out
 constexpr int kPieces = kRowBytes / 16;
 
+// Where the rows of an area and head begin, of which `group` counts the heads of the first area, then of the next.
+struct SequencePlace {
+  int head;
+  // In rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
+  int first_row, first_logsumexp;
+
+  __device__ __forceinline__ SequencePlace(const AttentionShape& s, int group) {
+    const int sequence = group / s.heads;
+    head = group - sequence * s.heads;
+    first_row = sequence * s.length;
+    const int picture = sequence / s.areas, area = sequence - picture * s.areas;
+    first_logsumexp = ((picture * s.heads + head) * s.areas + area) * s.length;
+  }
+};
+
 // Rows of 64 bytes in shared memory, in pieces of 16. The order of the pieces changes every second row, so that neither
 // eight rows of one piece nor two rows of all pieces meet in a bank.
 __device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
@@ -43,16 +58,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
   }
-#endif
-}
-
-// load_matrices, each matrix transposed: lane l receives elements (2 (l % 4), l / 4) and the next of its column.
-__device__ __forceinline__ void load_transposed(uint32_t (&registers)[4], uint32_t row_address) {
-#if __CUDA_ARCH__ >= 750
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(row_address)
-               : "memory");
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Arguments and launchers of area attention. kernels/attention.cu, attention_float.cu, attention_backward.cu
+// Arguments and launchers of area attention. kernels/attention*.cu
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -65,6 +65,15 @@ struct AttentionPlan {
 constexpr int kMostResidentKeys = 416;
 constexpr int kStreamedKeys = 192;  // else two buffers of so many
 
+// Longest area of the backward kernel for wgmma.
+constexpr int kMostKeysSm90 = 400;
+
+// Whether that kernel is the faster one on 9.0, where it has a block for each area and head and the other can split them:
+// 24 and 20 us for 32 of 400 pixels, 31 and 64 for 128; 41 and 39 for 1024 of 32 pixels, 47 and 50 for 1024 of 64.
+inline bool is_backward_faster_on_sm90(const AttentionShape& s) {
+  return s.length >= 48 && s.length <= kMostKeysSm90 && int64_t(s.sequences) * s.heads >= 48;
+}
+
 // The split with the lowest estimate. kinds: of blocks, 2 in backward.
 inline AttentionPlan plan_attention(const AttentionShape& s, const AttentionBlock& block, int processors,
                                     int kinds = 1) {
@@ -102,6 +111,8 @@ inline AttentionPlan plan_attention(const AttentionShape& s, const AttentionBloc
 // Half and bfloat16, from compute capability 8.0 on; all rows aligned to 16 bytes.
 void attention_forward(const AttentionArgs& args, DType dtype, cudaStream_t stream);
 void attention_backward(const AttentionBackwardArgs& args, DType dtype, cudaStream_t stream);
+// The same on 9.0, areas of up to kMostKeysSm90 pixels.
+void attention_backward_sm90(const AttentionBackwardArgs& args, DType dtype, cudaStream_t stream);
 // Float, likewise; forward only.
 void attention_float_forward(const AttentionArgs& args, cudaStream_t stream);
 

@@ -24,6 +24,24 @@ __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t
 #endif
 }
 
+// load_matrices of four or two, each transposed: lane l receives elements (2 (l % 4), l / 4) and the next of its column.
+__device__ __forceinline__ void load_transposed(uint32_t (&registers)[4], uint32_t row_address) {
+#if __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(row_address)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&registers)[2], uint32_t row_address) {
+#if __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(registers[0]), "=r"(registers[1])
+               : "r"(row_address)
+               : "memory");
+#endif
+}
+
 // d += a * b over 32 bytes of k: m16n8k16 for half and bfloat16, m16n8k8 for TF32. Fragments as load_matrices gives them.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

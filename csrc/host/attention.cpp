@@ -8,6 +8,7 @@
 
 #include "device/attention.h"
 #include "ops.h"
+#include "targets.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -166,7 +167,11 @@ Tensor area_attention_backward(Tensor grad_out, OptionalTensor grad_values, Tens
   }
   args.logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
   args.grad_qkv = grad_qkv.mutable_data_ptr();
-  attention_backward(args, dtype, current_stream(qkv));
+  if (is_backward_faster_on_sm90(args.shape) && serves_sm90(capability_of(qkv))) {
+    attention_backward_sm90(args, dtype, current_stream(qkv));
+  } else {
+    attention_backward(args, dtype, current_stream(qkv));
+  }
   return grad_qkv;
 }
 

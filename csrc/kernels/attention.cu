@@ -168,25 +168,18 @@ struct Rows {
 };
 
 template <class Config>
-struct Block {
+struct Block : SequencePlace {
   using T = typename Config::T;
   const AttentionArgs& args;
   const AttentionPlan& plan;
-  int head;
-  // Of the sequence, in rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
-  int first_row, first_logsumexp;
   int begin, end;  // queries of this block, within the sequence
 
-  __device__ __forceinline__ Block(const AttentionArgs& a, const AttentionPlan& p) : args(a), plan(p) {
-    const AttentionShape& s = a.shape;
-    const int group = blockIdx.x / p.splits, split = blockIdx.x - group * p.splits;
-    const int sequence = group / s.heads;
-    head = group - sequence * s.heads;
-    first_row = sequence * s.length;
-    const int picture = sequence / s.areas, area = sequence - picture * s.areas;
-    first_logsumexp = ((picture * s.heads + head) * s.areas + area) * s.length;
-    begin = split * p.tiles * 16;
-    end = min(begin + p.tiles * 16, s.length);
+  __device__ __forceinline__ Block(const AttentionArgs& a, const AttentionPlan& p)
+      : Block(a, p, static_cast<int>(blockIdx.x / p.splits)) {}
+  __device__ __forceinline__ Block(const AttentionArgs& a, const AttentionPlan& p, int group)
+      : SequencePlace(a.shape, group), args(a), plan(p) {
+    begin = (static_cast<int>(blockIdx.x) - group * p.splits) * p.tiles * 16;
+    end = min(begin + p.tiles * 16, a.shape.length);
   }
 
   __device__ __forceinline__ const T* qkv_row(int row) const {

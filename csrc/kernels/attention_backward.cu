@@ -7,20 +7,16 @@
 // the other it owns 32 queries and goes through the keys (grad_q). That computes logits and grad_w twice, 14 products
 // instead of 10, and needs no sum across warps: no atomics, no buffers, the same bits from run to run.
 //
-// -logsumexp and -mean are the initial values of the accumulators. Weights are computed 2^kShift times too large, since those
-// of long areas are subnormal in half: w = 1/400 times a small gradient even more so.
-#include "../device/attention.cuh"
+// -logsumexp and -mean are the initial values of the accumulators.
+#include "../device/attention_backward.cuh"
 #include "../device/dependent_launch.cuh"
 #include "../device/launch_limits.cuh"
-#include "../device/thread_index.cuh"
 
 namespace yolo12_fastconv {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32, kResident = 2;
 constexpr int kTiles = 2;  // of 16 rows, per warp at a time
-constexpr int kStep = 16;
-constexpr float kShift = 4.0f;
 
 // Of two queries, as accumulators want them: -logsumexp (in powers of two, and shifted) and -mean, each of the first, the
 // second, the first, the second.
@@ -28,54 +24,29 @@ constexpr int kStatisticBytes = 32;
 
 __host__ __device__ constexpr int buffer_bytes(int rows) { return rows * (2 * kRowBytes + kStatisticBytes / 2); }
 
+// Reads blockIdx anew, as reread_thread_index() does.
+__device__ __forceinline__ int reread_block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 template <class T>
-struct Block {
-  const AttentionBackwardArgs& args;
+struct Block : SequenceRows<T> {
+  using SequenceRows<T>::args;
   const AttentionPlan& plan;
-  int head;
-  // Of the sequence, in rows of the map and elements of logsumexp. 2^31 of those would be 400 GB of qkv.
-  int first_row, first_logsumexp;
   bool of_keys;
   int begin, end;
 
-  // Reads blockIdx anew, as reread_thread_index() does.
-  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p) : args(a), plan(p) {
-    const AttentionShape& s = a.shape;
-    int block_index;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block_index));
-    const int index = block_index / 2;
+  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p)
+      : Block(a, p, reread_block_index()) {}
+  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p, int block_index)
+      : Block(a, p, block_index, block_index / 2 / p.splits) {}
+  __device__ __forceinline__ Block(const AttentionBackwardArgs& a, const AttentionPlan& p, int block_index, int group)
+      : SequenceRows<T>(a, group), plan(p) {
     of_keys = block_index % 2 == 0;
-    const int group = index / p.splits, split = index - group * p.splits;
-    const int sequence = group / s.heads;
-    head = group - sequence * s.heads;
-    first_row = sequence * s.length;
-    const int picture = sequence / s.areas, area = sequence - picture * s.areas;
-    first_logsumexp = ((picture * s.heads + head) * s.areas + area) * s.length;
-    begin = split * p.tiles * 16;
-    end = min(begin + p.tiles * 16, s.length);
-  }
-
-  // kPart: 0 query, 1 key, 2 value
-  __device__ __forceinline__ const T* qkv_row(int row, int part) const {
-    return static_cast<const T*>(args.qkv) + int64_t(first_row + row) * args.qkv_stride + (head * 3 + part) * kHeadDim;
-  }
-  __device__ __forceinline__ const T* grad_out_row(int row) const {
-    return static_cast<const T*>(args.grad_out) + int64_t(first_row + row) * args.grad_out_stride + head * kHeadDim;
-  }
-  __device__ __forceinline__ const T* out_row(int row) const {
-    return static_cast<const T*>(args.out) + (int64_t(first_row + row) * args.shape.heads + head) * kHeadDim;
-  }
-  __device__ __forceinline__ const T* grad_values_row(int row) const {
-    return static_cast<const T*>(args.grad_values) + int64_t(first_row + row) * args.grad_values_stride +
-           head * kHeadDim;
-  }
-  __device__ __forceinline__ T* grad_row(int row, int part) const {
-    return static_cast<T*>(args.grad_qkv) + (int64_t(first_row + row) * args.shape.heads + head) * 3 * kHeadDim +
-           part * kHeadDim;
-  }
-  // -logsumexp of a query as the accumulators want it
-  __device__ __forceinline__ float minus_logsumexp(int row) const {
-    return fmaf(args.logsumexp[first_logsumexp + row], -kLog2e, kShift);
+    begin = (block_index / 2 - group * p.splits) * p.tiles * 16;
+    end = min(begin + p.tiles * 16, a.shape.length);
   }
 
   // Starts to copy the other side's rows of a chunk into a buffer, zeros behind the last one.
@@ -95,7 +66,7 @@ struct Block {
 #pragma unroll 4
     for (int row = threadIdx.x / (2 * kPieces); row < count; row += kThreads / (2 * kPieces)) {
       const bool valid = first + row < args.shape.length;
-      copy_async(to + piece_offset(row, piece % kPieces), qkv_row(valid ? first + row : 0, 1) + piece * 8,
+      copy_async(to + piece_offset(row, piece % kPieces), this->qkv_row(valid ? first + row : 0, 1) + piece * 8,
                  valid ? 16 : 0);
     }
     commit_async_copies();
@@ -111,51 +82,16 @@ struct Block {
 #pragma unroll 2
     for (int row = threadIdx.x / kPieces; row < count; row += kThreads / kPieces) {
       const bool valid = first + row < args.shape.length;
-      const uint4 query = load_piece(qkv_row(first + row, 0) + piece * 8, valid);
-      const uint4 grad = load_piece(grad_out_row(first + row) + piece * 8, valid);
-      float mean = dot(grad, load_piece(out_row(first + row) + piece * 8, valid));
-      mean += __shfl_xor_sync(0xffffffff, mean, 1);
-      mean += __shfl_xor_sync(0xffffffff, mean, 2);
-      const float logsumexp = valid ? minus_logsumexp(first + row) : -INFINITY;
+      const uint4 query = load_piece(this->qkv_row(first + row, 0) + piece * 8, valid);
+      const uint4 grad = load_piece(this->grad_out_row(first + row) + piece * 8, valid);
+      const float mean = this->mean(grad, load_piece(this->out_row(first + row) + piece * 8, valid));
+      const float logsumexp = valid ? this->minus_logsumexp(first + row) : -INFINITY;
       *reinterpret_cast<uint4*>(buffer + piece_offset(row, piece)) = scaled<T>(query, scale);
       *reinterpret_cast<uint4*>(grads + piece_offset(row, piece)) = grad;
       statistics[row / 2 * 8 + row % 2 + piece * 2] = piece < 2 ? logsumexp : -mean;
     }
   }
-
-  __device__ __forceinline__ static float dot(const uint4& a, const uint4& b) {
-    float x[8], y[8], sum = 0.0f;
-    widen(Lanes<T, 8>{a}, x);
-    widen(Lanes<T, 8>{b}, y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], y[i], sum);
-    return sum;
-  }
 };
-
-__device__ __forceinline__ void clear(float (&sums)[kTiles][4][4]) {
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) sums[t][n][0] = sums[t][n][1] = sums[t][n][2] = sums[t][n][3] = 0.0f;
-  }
-}
-
-// sums += left * right: left has 16 columns, right 16 rows of which this lane's addresses for the two halves are given.
-template <class T>
-__device__ __forceinline__ void accumulate(float (&sums)[kTiles][4][4], const uint32_t (&left)[kTiles][4],
-                                           const uint32_t (&right)[2]) {
-  uint32_t r[2][4];
-  load_transposed(r[0], right[0]);
-  load_transposed(r[1], right[1]);
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      multiply<T>(sums[t][n], left[t], r[n / 2][n % 2 * 2], r[n / 2][n % 2 * 2 + 1], sums[t][n]);
-    }
-  }
-}
 
 template <class T, bool kScaled>
 __device__ __forceinline__ void load_rows(RowFragment (&fragments)[kTiles], const Block<T>& block, int first,
@@ -171,34 +107,6 @@ __device__ __forceinline__ void load_rows(RowFragment (&fragments)[kTiles], cons
       if (kScaled) pieces[h] = scaled<T>(pieces[h], block.args.shape.scale * kLog2e);
     }
     fragments[t].set(pieces[0], pieces[1]);
-  }
-}
-
-// Sums times `factor` to one part of grad_qkv.
-template <class T, bool kValues>
-__device__ __forceinline__ void store_rows(const float (&sums)[kTiles][4][4], const Block<T>& block, int first,
-                                           int part, float factor) {
-  const int lane = reread_thread_index() % 32;
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first + t * 16 + h * 8 + lane / 4;
-      uint32_t words[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) words[n] = pack_pair<T>(sums[t][n][2 * h] * factor, sums[t][n][2 * h + 1] * factor);
-      uint4 piece = gather_columns(words);
-      if (row >= block.end) continue;
-      if (kValues && block.args.grad_values != nullptr) {
-        float a[8], b[8];
-        widen(Lanes<T, 8>{piece}, a);
-        widen(Lanes<T, 8>{load_piece(block.grad_values_row(row) + lane % 4 * 8, true)}, b);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) a[i] += b[i];
-        piece = narrow<T>(a).word;
-      }
-      *reinterpret_cast<uint4*>(block.grad_row(row, part) + lane % 4 * 8) = piece;
-    }
   }
 }
 
@@ -223,26 +131,6 @@ struct Addresses {
   __device__ __forceinline__ void advance_transposed() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) transposed[i / 2][i % 2] += kStep * kRowBytes;
-  }
-};
-
-// Logits and grad_w of a step, both with their initial values.
-struct Products {
-  float logits[kTiles][2][4], grad_weights[kTiles][2][4];
-
-  // Weights and grad_logits, as the left operands of products.
-  template <class T>
-  __device__ __forceinline__ void differentiate(uint32_t (&weights)[kTiles][4], uint32_t (&grads)[kTiles][4]) const {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = i / 2, e = i % 2 * 2;
-        const float first = exp2_fast(logits[t][j][e]), second = exp2_fast(logits[t][j][e + 1]);
-        weights[t][i] = pack_pair<T>(first, second);
-        grads[t][i] = pack_pair<T>(first * grad_weights[t][j][e], second * grad_weights[t][j][e + 1]);
-      }
-    }
   }
 };
 
@@ -276,7 +164,7 @@ struct Keys {
     clear(grad_values);
   }
 
-  __device__ __forceinline__ void compute(Products& products, const Addresses& at, uint32_t statistics) const {
+  __device__ __forceinline__ void compute(Products<kTiles>& products, const Addresses& at, uint32_t statistics) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 q = load_shared(at.rows[0] + j * 8 * kRowBytes), g = load_shared(at.rows[1] + j * 8 * kRowBytes);
@@ -295,7 +183,7 @@ struct Keys {
   __device__ __forceinline__ void go_through(uint32_t buffer, int buffer_rows, int count) {
     Addresses at(buffer, buffer_rows);
     uint32_t statistics = buffer + buffer_rows * 2 * kRowBytes + reread_thread_index() % 4 * kStatisticBytes;
-    Products products[2];
+    Products<kTiles> products[2];
     compute(products[0], at, statistics);
     alternate((count + kStep - 1) / kStep, [&](int now, int steps) {
       // Behind the last step the same queries once more, for nothing.
@@ -311,9 +199,7 @@ struct Keys {
   }
 
   __device__ __forceinline__ void finish(const Block<T>& block, int first) const {
-    const float unshift = exp2f(-kShift);
-    store_rows<T, false>(grad_keys, block, first, 1, unshift * kLn2);  // queries are multiplied by scale / ln 2
-    store_rows<T, true>(grad_values, block, first, 2, unshift);
+    store_key_rows(grad_keys, grad_values, block, first, block.end);
   }
 };
 
@@ -335,9 +221,7 @@ struct Queries {
         const int row = first + t * 16 + h * 8 + lane / 4;
         const bool valid = row < block.end;
         pieces[h] = load_piece(block.grad_out_row(row) + lane % 4 * 8, valid);
-        float mean = Block<T>::dot(pieces[h], load_piece(block.out_row(row) + lane % 4 * 8, valid));
-        mean += __shfl_xor_sync(0xffffffff, mean, 1);
-        mean += __shfl_xor_sync(0xffffffff, mean, 2);
+        const float mean = Block<T>::mean(pieces[h], load_piece(block.out_row(row) + lane % 4 * 8, valid));
         minus_mean[t][2 * h] = minus_mean[t][2 * h + 1] = -mean;
         minus_logsumexp[t][2 * h] = minus_logsumexp[t][2 * h + 1] = valid ? block.minus_logsumexp(row) : 0.0f;
       }
@@ -346,7 +230,7 @@ struct Queries {
     clear(grad_queries);
   }
 
-  __device__ __forceinline__ void compute(Products& products, const Addresses& at) const {
+  __device__ __forceinline__ void compute(Products<kTiles>& products, const Addresses& at) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 k = load_shared(at.rows[0] + j * 8 * kRowBytes), v = load_shared(at.rows[1] + j * 8 * kRowBytes);
@@ -368,7 +252,7 @@ struct Queries {
       const int valid = count - (count - 1) / kStep * kStep - j * 8 - reread_thread_index() % 4 * 2;
       real[j] = valid > 1 ? 0xffffffff : valid == 1 ? 0xffff : 0;
     }
-    Products products[2];
+    Products<kTiles> products[2];
     compute(products[0], at);
     alternate((count + kStep - 1) / kStep, [&](int now, int steps) {
       at.advance_rows(steps > 1);  // behind the last step the same keys once more, for nothing
@@ -383,7 +267,7 @@ struct Queries {
   }
 
   __device__ __forceinline__ void finish(const Block<T>& block, int first) const {
-    store_rows<T, false>(grad_queries, block, first, 0, exp2f(-kShift) * block.args.shape.scale);
+    store_query_rows(grad_queries, block, first, block.end);
   }
 };
 

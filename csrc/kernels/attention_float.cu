@@ -81,8 +81,7 @@ __device__ __forceinline__ void load_channels(const float* row, int piece, float
 }
 
 // What a block works on: queries of one area and one head.
-struct Indices {
-  int head, first_row, first_logsumexp;  // see attention.cu
+struct Indices : SequencePlace {
   int split;  // which of the blocks with this area and head
   int turn;  // of the warps: which one has none must not always be that of the same scheduler
 };
@@ -93,10 +92,8 @@ constexpr int kIndexOffset = kScaleOffset + 2 * kChunkSteps * int(sizeof(float2)
 constexpr int kSharedBytes = kIndexOffset + int(sizeof(Indices));
 
 __device__ __forceinline__ Indices indices_of_block(const AttentionShape& s, int splits) {
-  const int group = blockIdx.x / splits, sequence = group / s.heads, picture = sequence / s.areas;
-  const int head = group - sequence * s.heads, area = sequence - picture * s.areas;
-  return {head, sequence * s.length, ((picture * s.heads + head) * s.areas + area) * s.length,
-          static_cast<int>(blockIdx.x) - group * splits, group % kWarps};
+  const int group = static_cast<int>(blockIdx.x / splits);
+  return {SequencePlace(s, group), static_cast<int>(blockIdx.x) - group * splits, group % kWarps};
 }
 
 struct Place {

@@ -16,6 +16,7 @@
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/maps.h"
+#include "device/tensor_core.cuh"
 
 namespace yolo12_fastconv {
 namespace {
@@ -59,19 +60,12 @@ template <class T>
 __device__ __forceinline__ Run<T> load_run(const T* tile, int half, int group, int lane, int row_words) {
   Run<T> run;
   if constexpr (sizeof(T) == 2) {
-#if __CUDA_ARCH__ >= 750
     // Row r of matrix m is the pixel whose two lanes' values end up as word m of a thread.
     const int m = lane / 8, r = lane % 8;
     const int pixel = 32 * half + 8 * (r / 2) + 2 * m + r % 2;
-    const uint32_t address = static_cast<uint32_t>(
-        __cvta_generic_to_shared(tile + tile_index<T>(pixel, group * kLanesOf16Bytes<T>, row_words)));
-    uint4 words;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(address)
-                 : "memory");
-    memcpy(&run, &words, sizeof(run));
-#endif
+    uint32_t words[4];
+    load_transposed(words, shared_address(tile + tile_index<T>(pixel, group * kLanesOf16Bytes<T>, row_words)));
+    memcpy(&run, words, sizeof(run));
   } else {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {

@@ -77,20 +77,6 @@ int shared_bytes(const Cut& g) {
   return std::max(kStages * stage_bytes(g.octets, g.groups), g.octets * g.groups * kTaps * kTaps * 8 * 4);
 }
 
-// Four, or two, 8x8 matrices of 16-bit elements, transposed: lane l receives elements (2 (l % 4), l / 4) and that below.
-__device__ __forceinline__ void load_transposed(uint32_t (&registers)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(row_address)
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&registers)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(registers[0]), "=r"(registers[1])
-               : "r"(row_address)
-               : "memory");
-}
-
 // A 16-byte piece of each row that a thread copies: of 8 channels of a pixel of x or grad_z.
 struct Piece {
   const char* from;

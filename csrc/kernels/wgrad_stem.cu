@@ -100,20 +100,6 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ void load_transposed(uint32_t (&registers)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_transposed(uint32_t (&registers)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(registers[0]), "=r"(registers[1])
-               : "r"(row_address)
-               : "memory");
-}
-
 // Two rows of x and one of grad_z into a stage.
 template <class C>
 __device__ __forceinline__ void load_step(const WgradArgs& a, const Plan& plan, const Walk& at, int first_channel,
