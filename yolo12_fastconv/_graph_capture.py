@@ -106,19 +106,26 @@ class CudaBackend:
         self.pool = weakref.ref(pool)
         return Recording(static, outputs, graph, pool)
 
-    def capture_forward(self, function: Callable[[Tensor], Any], x: Tensor) -> Recording:
-        """Capture ``function(x)`` with its autograd graph, in a pool of its own. Nothing runs.
+    def capture_forward(
+        self, function: Callable[[Tensor], Any], x: Tensor, before: Callable[[], None]
+    ) -> Recording:
+        """Capture ``before()``, and ``function(x)`` with its autograd graph, in a pool of its own. Nothing runs.
 
         Calls before, of the same kind, must have warmed up what makes its plans at the first call. Raises as `capture`.
         """
         pool = Pool()
         # What the eager calls have left in the allocator cannot be used by the pool, which needs as much again.
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        reserved = torch.cuda.memory_reserved()
         with self._side_stream(), torch.enable_grad(), unfilled_memory():
             static = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
-            graph, outputs = self._record(pool, lambda: function(static))
-        pool.bytes = torch.cuda.memory_reserved() - before
+
+            def call() -> Any:
+                before()
+                return function(static)
+
+            graph, outputs = self._record(pool, call)
+        pool.bytes = torch.cuda.memory_reserved() - reserved
         return Recording(static, outputs, graph, pool)
 
     def capture_backward(
