@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "device/dispatch.h"
+#include "device/gemm_tiles.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -100,21 +101,38 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
 
 double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c) {
   const int element = size_of(dtype), lanes = 16 / element;
-  const double chunks = double(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, lanes);
-  const double stages = std::ceil(chunks / t.chunks), steps = stages * (t.chunks / 2);
-  const double blocks = double(ceil_div<int64_t>(s.out_pixels(), t.pixels)) * ceil_div(s.out_channels, t.channels);
-  const double rounds = std::ceil(blocks / kMultiprocessors);  // blocks that the busiest multiprocessor gets
+  const int taps = s.kernel_h * s.kernel_w;
   const double rows = t.pixels + t.channels, outputs = double(t.pixels) * t.channels;
+  double stages, steps, copied;  // per block; steps of 32 bytes of the reduction, bytes
+  int64_t pixels = s.out_pixels();
+  int shared_bytes;
+  if (t.window) {
+    const int windows = ceil_div(s.in_channels, 4 * lanes);
+    pixels = int64_t(s.batch) * (s.in_h + 1) * (s.in_w + 1);
+    stages = 3.0 * windows;
+    steps = double(taps) * ceil_div(s.in_channels, 2 * lanes);
+    copied = (t.pixels + 2 * s.in_w + 4 + double(taps) * t.channels) * s.in_channels * element;
+    shared_bytes = window_bytes(t, s.in_w, s.in_channels);
+  } else {
+    const double chunks = double(taps) * ceil_div(s.in_channels, lanes);
+    stages = std::ceil(chunks / t.chunks);
+    steps = stages * (t.chunks / 2);
+    copied = rows * chunks * 16;
+    shared_bytes = static_cast<int>(std::min<double>(t.stages, stages) * rows * t.chunks * 16);
+  }
+  const double blocks = double(ceil_div<int64_t>(pixels, t.pixels)) * ceil_div(s.out_channels, t.channels);
+  const double rounds = std::ceil(blocks / kMultiprocessors);  // blocks that the busiest multiprocessor gets
   const int threads = 32 * t.warps_pixels * t.warps_channels * t.groups;
-  // 96 registers a thread: ptxas reports 56 to 126.
-  const double share = block_share(std::min<int>(t.stages, stages) * rows * t.chunks * 16, threads, 96);
+  // A thread's registers: its sums and operands, and 60 others.
+  const int warp_pixels = t.pixels / t.warps_pixels, warp_channels = t.channels / t.warps_channels;
+  const int registers = std::min(255, warp_pixels * warp_channels / 32 + (warp_pixels + warp_channels) / 2 + 60);
+  const double share = block_share(shared_bytes, threads, registers);
   const double turns = std::max(1.0, rounds / std::floor(1 / share));
   // One block by itself is a chain; all blocks of a multiprocessor share its ports, with some overlap.
   const double chain = turns * (c.gemm_block + stages * c.gemm_stage + steps / t.groups * c.gemm_step);
-  const double transfer = rounds * rows * chunks * 16 / c.l2_bytes;
-  const double operands = double(t.warps_pixels) * t.warps_channels *
-                          (t.pixels / t.warps_pixels + t.channels / t.warps_channels);  // rows that warps read
-  const double shared = rounds * steps * (operands + rows) * 32 / c.gemm_shared_bytes;
+  const double transfer = rounds * copied / c.l2_bytes;
+  const double operands = double(t.warps_pixels) * t.warps_channels * (warp_pixels + warp_channels);
+  const double shared = rounds * (steps * operands * 32 + copied) / c.gemm_shared_bytes;
   const double products = rounds * steps * outputs * (lanes * 2) / (c.gemm_products * lanes / 8);
   const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / c.gemm_shared_bytes;
   return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
