@@ -60,6 +60,14 @@ struct GemmConfig {
 
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
+  // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
+  // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
+  // longer.
+  static constexpr int kFittingBlocks = kTile.window ? (kThreads < 256 ? 400 / kThreads : 2)
+                                                     : 227 * 1024 / (kStages * kStageBytes + 1024);
+  static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
+                                 : kFittingBlocks < 512 / kThreads                    ? kFittingBlocks
+                                                                                      : 512 / kThreads;
   // The finished tile goes through shared memory on its way out: rounded, or as the float sums of each group. The padding
   // shifts each row by 4 (half) or 8 (float) banks, so that a quarter warp's fragments fall into different ones.
   static constexpr int kOutRowBytes = kChannels * int(sizeof(T)) + (sizeof(T) == 2 ? 16 : 32);
@@ -81,7 +89,6 @@ struct GemmConfig {
   static_assert(kSteps >= 1 && kChunks / 2 % kGroups == 0 && kAffineBytes % 128 == 0);
   static_assert(kRowsPerPass % 8 == 0, "all rows of a thread have the same swizzle");
   static_assert(kWarpPixels % 16 == 0 && kWarpChannels % 16 == 0);
-  static_assert(kGroups > 1 || kSteps % 2 == 0, "stages start with the first of two sets of operands");
   static_assert(shared_bytes(kStages) <= 99 * 1024, "sm_86 and sm_89 have 99 KB a block");
 };
 
@@ -300,22 +307,26 @@ struct WarpPlace {
   __device__ __forceinline__ int channel_chunk() const { return threadIdx.x / 8 % 2; }
 };
 
-// Step `step` of 32 bytes of the stage at `stage`.
+// Step `step` of 32 bytes of the stage at `stage`. A step moves a chunk by two, which is one exclusive or of its address.
 template <class Config>
 __device__ __forceinline__ void load_step(Fragments<Config>& fragments, uint32_t stage, const WarpPlace<Config>& place,
                                           int step) {
   constexpr int kChunks = Config::kChunks;
-  fragments.load(stage + swizzled<kChunks>(place.pixel(), step * 2 + place.pixel_chunk()),
+  fragments.load(stage + (swizzled<kChunks>(place.pixel(), place.pixel_chunk()) ^ step * 32),
                  stage + Config::kPixels * Config::kRowBytes +
-                     swizzled<kChunks>(place.channel(), step * 2 + place.channel_chunk()));
+                     (swizzled<kChunks>(place.channel(), place.channel_chunk()) ^ step * 32));
 }
 
 // One stage's products: this warp's part of the tile and of the stage. The operands of a step are on their way from
-// shared memory while the step before is multiplied.
-template <class Config>
+// shared memory while the step before is multiplied. start_copies: of the stage that is refilled. After the first products,
+// since all warps come from a barrier and would leave the tensor cores idle together; before them where a block is a chain
+// of latencies.
+template <class Config, class StartCopies>
 __device__ __forceinline__ void multiply_stage(Accumulators<Config>& sum, uint32_t stage,
-                                               const WarpPlace<Config>& place) {
+                                               const WarpPlace<Config>& place, const StartCopies& start_copies) {
+  constexpr bool kCopiesFirst = Config::kGroups > 1;
   Fragments<Config> fragments[2];
+  if constexpr (kCopiesFirst) start_copies();
   load_step(fragments[0], stage, place, place.group);
 #pragma unroll
   for (int i = 0; i < Config::kSteps; ++i) {
@@ -323,6 +334,7 @@ __device__ __forceinline__ void multiply_stage(Accumulators<Config>& sum, uint32
       load_step(fragments[(i + 1) % 2], stage, place, place.group + (i + 1) * Config::kGroups);
     }
     fragments[i % 2].multiply(sum);
+    if (i == 0 && !kCopiesFirst) start_copies();
   }
 }
 
@@ -434,6 +446,26 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
   using T = typename Config::T;
   constexpr int kRowChunks = Config::kChannels / Config::kLanes;
   const bool aligned = args.y_stride % Config::kLanes == 0;
+  // Of most layers and tiles: whole chunks, no residual, a thread's chunks all in one column.
+  if constexpr (Config::kThreads % kRowChunks == 0 && Config::kGroups == 1) {
+    if (aligned && args.residual == nullptr && args.out_channels % Config::kLanes == 0) {
+      constexpr int kRowStep = Config::kThreads / kRowChunks;
+      const int column = threadIdx.x % kRowChunks * Config::kLanes, first_row = threadIdx.x / kRowChunks;
+      if (first_channel + column >= args.out_channels) return;
+      T* const y = static_cast<T*>(args.y) + first_channel + column;
+      out += first_row * Config::kOutRowBytes + column * int(sizeof(T));
+#pragma unroll
+      for (int i = 0; i < (Config::kPixels + kRowStep - 1) / kRowStep; ++i) {
+        const int row = first_row + i * kRowStep;
+        if (Config::kPixels % kRowStep != 0 && row >= Config::kPixels) break;
+        const int64_t pixel = pixel_of(row);
+        if (pixel < 0) continue;
+        *reinterpret_cast<uint4*>(y + pixel * args.y_stride) =
+            *reinterpret_cast<const uint4*>(out + i * kRowStep * Config::kOutRowBytes);
+      }
+      return;
+    }
+  }
 #pragma unroll 4
   for (int index = threadIdx.x; index < Config::kPixels * kRowChunks; index += Config::kThreads) {
     const int row = index / kRowChunks, column = index % kRowChunks * Config::kLanes;
@@ -495,7 +527,7 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulator
 }
 
 template <class Config>
-__global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
   let_later_kernels_start();
@@ -540,45 +572,18 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
 
   Accumulators<Config> sum = {};
   int stage = 0, free_stage = Config::kStages - 1;
-  const auto start_copies = [&](int tile) {
-    if (tile + Config::kStages - 1 < tiles) {
-      loader.load(free_stage);
-    } else {
-      commit_async_copies();
-    }
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_for_async_copies<Config::kStages - 2>();
+    __syncthreads();  // stage `stage` is there for all threads, and all are done with the one that is refilled next
+    multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place, [&] {
+      if (tile + Config::kStages - 1 < tiles) {
+        loader.load(free_stage);
+      } else {
+        commit_async_copies();
+      }
+    });
     free_stage = stage;
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
-  };
-  if constexpr (Config::kGroups == 1) {
-    // The first operands of a stage are read before the last products of the stage before: few warps of large tiles would
-    // wait for them otherwise.
-    Fragments<Config> fragments[2];
-    wait_for_async_copies<Config::kStages - 2>();
-    __syncthreads();
-    load_step(fragments[0], pipeline, place, 0);
-    for (int tile = 0; tile < tiles; ++tile) {
-      const uint32_t now = pipeline + stage * Config::kStageBytes;
-#pragma unroll
-      for (int i = 0; i < Config::kSteps; ++i) {
-        if (i + 1 < Config::kSteps) {
-          load_step(fragments[(i + 1) % 2], now, place, i + 1);
-        } else if (tile + 1 < tiles) {
-          wait_for_async_copies<Config::kStages - 2>();
-          __syncthreads();  // stage `stage` is there for all threads, and all have read the one before it
-          load_step(fragments[0], pipeline + stage * Config::kStageBytes, place, 0);
-        }
-        if (i == 0) start_copies(tile);
-        fragments[i % 2].multiply(sum);
-      }
-    }
-  } else {
-    for (int tile = 0; tile < tiles; ++tile) {
-      wait_for_async_copies<Config::kStages - 2>();
-      __syncthreads();  // stage `stage` is there for all threads, and all are done with the one that is refilled next
-      const uint32_t now = pipeline + stage * Config::kStageBytes;
-      start_copies(tile);
-      multiply_stage<Config>(sum, now, place);
-    }
   }
   wait_for_async_copies<0>();
   __syncthreads();  // the pipeline's memory becomes the output tile
@@ -633,12 +638,16 @@ class WindowLoader {
     windows_ = windows + swizzle;
     x_ = x + chunk_ * Config::kLanes;
     weight_ = static_cast<const T*>(args.weight) + int64_t(first_channel) * 9 * weight_row_ + chunk_ * Config::kLanes;
+    channels_left_ = args.out_channels - first_channel;
+    if constexpr (!kEvenPasses) {
 #pragma unroll
-    for (int i = 0; i < Config::kWeightPasses; ++i) {
-      const int row = row_ + i * Config::kRowsPerPass, tap = row / Config::kChannels, k = row % Config::kChannels;
-      weight_offset_[i] = row < Config::kWeightRows && first_channel + k < args.out_channels
-                              ? (k * 9 + tap) * weight_row_
-                              : -1;
+      for (int i = 0; i < Config::kWeightPasses; ++i) {
+        const int row = row_ + i * Config::kRowsPerPass, tap = row / Config::kChannels, k = row % Config::kChannels;
+        weight_offset_[i] = row < Config::kWeightRows && k < channels_left_ ? (k * 9 + tap) * weight_row_ : -1;
+      }
+    } else {
+      weight_ += row_ * 9 * weight_row_;
+      channels_left_ -= row_;
     }
   }
 
@@ -652,7 +661,12 @@ class WindowLoader {
       if (Config::kWeightRows % Config::kRowsPerPass != 0 && row_ + i * Config::kRowsPerPass >= Config::kWeightRows) {
         break;
       }
-      copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
+      if constexpr (kEvenPasses) {
+        const int k = i * Config::kRowsPerPass % Config::kChannels, tap = i * Config::kRowsPerPass / Config::kChannels;
+        copy_chunk_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, inside && k < channels_left_);
+      } else {
+        copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
+      }
     }
   }
 
@@ -677,15 +691,17 @@ class WindowLoader {
 
  private:
   static constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
+  // Tap and channel of a thread's rows of weights differ by constants.
+  static constexpr bool kEvenPasses = Config::kChannels % Config::kRowsPerPass == 0;
 
   const GemmArgs& args_;
   const int* rows_;
-  int window_rows_, weight_row_;  // weight_row_: elements between taps
+  int window_rows_, weight_row_, channels_left_;  // weight_row_: elements between taps
   const int chunk_ = threadIdx.x % Config::kChunks, row_ = threadIdx.x / Config::kChunks;
   uint32_t weights_, windows_;
   const T* x_;
   const T* weight_;
-  int weight_offset_[Config::kWeightPasses];
+  int weight_offset_[kEvenPasses ? 1 : Config::kWeightPasses];
 };
 
 // The products of one filter row and one block of channels, of which kSteps steps are multiplied. window: this lane's first
@@ -698,21 +714,21 @@ __device__ __forceinline__ void multiply_filter_row(Accumulators<Config>& sum, u
   Fragments<Config> fragments[2];
   const auto load = [&](int i) {
     const int tap = i / kSteps, step = i % kSteps;
-    fragments[i % 2].load(windows + swizzled<Config::kChunks>(window_row + tap, step * 2 + place.pixel_chunk()),
+    fragments[i % 2].load(windows + (swizzled<Config::kChunks>(window_row + tap, place.pixel_chunk()) ^ step * 32),
                           weights + tap * Config::kChannels * Config::kRowBytes +
-                              swizzled<Config::kChunks>(place.channel(), step * 2 + place.channel_chunk()));
+                              (swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) ^ step * 32));
   };
   load(0);
-  start_copies();
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
     if (i + 1 < kAll) load(i + 1);
     fragments[i % 2].multiply(sum);
+    if (i == 0) start_copies();  // see multiply_stage
   }
 }
 
 template <class Config>
-__global__ __launch_bounds__(Config::kThreads) void window_gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   using T = typename Config::T;
   extern __shared__ __align__(128) char shared[];
