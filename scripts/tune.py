@@ -222,11 +222,17 @@ class _Query(ctypes.Structure):
     ]
 
 
-_TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+\}")
-_SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)")
+_TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
+_SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
 _SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:split(\d)-)?(\d+)\+(\d+)")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
+
+
+def _tile_key(found: re.Match[str]) -> tuple[int | bool, ...]:
+    """Sizes of an sm80 tile, and whether it keeps windows: what its name says."""
+    *sizes, window = found.groups()
+    return *map(int, sizes), window is not None
 
 
 class Model:
@@ -244,15 +250,15 @@ class Model:
         defaults = _COST.findall(HEADER.read_text())
         self.names = [name for name, _ in defaults]
         self.defaults = np.array([float(value) for _, value in defaults])
-        tiles = _TILE.findall((ROOT / "csrc" / "device" / "tile_menu.h").read_text())
-        self._tiles = {tuple(map(int, tile)): index for index, tile in enumerate(tiles)}
+        tiles = _TILE.finditer((ROOT / "csrc" / "device" / "gemm_tiles.h").read_text())
+        self._tiles = {_tile_key(tile): index for index, tile in enumerate(tiles)}
 
     def query(self, layer: tuple[Any, ...], kernel: str) -> _Query:
         batch, ci, co, h, w, k, s, p, _act = layer
         out_h, out_w = (h + 2 * p - k) // s + 1, (w + 2 * p - k) // s + 1
         shape = (batch, ci, h, w, co, out_h, out_w, k, k, s, s, p, p, 1, 1, 1)
         if found := _SM80.fullmatch(kernel):
-            return _Query(*shape, self._tiles[tuple(map(int, found.groups()))])
+            return _Query(*shape, self._tiles[_tile_key(found)])
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")

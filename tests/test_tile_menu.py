@@ -184,7 +184,26 @@ def test_candidates_begin_with_the_choice(capability):
 def test_candidates_of_one_kernel_families():
     assert candidates(cases.Case("dw", 80, 80, 20, 20, groups=80), torch.float16, 90) == ["direct/simt"]
     assert candidates(cases.Case("fp64", 80, 80, 20, 20), torch.float64, 90) == ["direct/simt"]
-    assert len(candidates(cases.Case("sm80", 80, 80, 20, 20), torch.float16, 80)) == 12
+    names = candidates(cases.Case("sm80", 80, 80, 20, 20), torch.float16, 80)
+    assert len(names) > 10 and all(name.startswith("implicit_gemm/sm80/") for name in names)
+
+
+def test_windows_of_sm80():
+    """3x3, stride 1, padding 1, whole chunks of half, and maps whose rows fit the shared memory of every GPU."""
+
+    def windows(ci: int, width: int, k: int = 3, stride: int = 1, pad: int = 1, dtype: torch.dtype = torch.float16):
+        case = cases.Case("window", ci, 64, 40, width, (k, k), (stride, stride), (pad, pad), batch=32)
+        return [name for name in candidates(case, dtype, 80, tf32=True) if name.endswith("-window")]
+
+    assert windows(64, 40) and windows(8, 40) and windows(64, 40, dtype=torch.bfloat16)
+    # Narrower tiles fit wider maps, and with one block of 32 channels one window is enough.
+    assert len(windows(64, 40)) > len(windows(64, 160)) > len(windows(64, 700)) == 0
+    assert len(windows(32, 300)) > len(windows(64, 300))
+    assert not windows(68, 40) and not windows(64, 40, dtype=torch.float32)
+    assert not windows(64, 40, k=1, pad=0) and not windows(64, 40, stride=2) and not windows(64, 40, pad=0)
+    assert kernel(cases.Case("window", 64, 64, 80, 80, (3, 3), (1, 1), (1, 1), batch=32), torch.float16, 80)[
+        2
+    ].endswith("-window")
 
 
 needs_sm90 = pytest.mark.skipif("9.0a" not in ops.LIBRARY.arch_list, reason="library without 9.0a")

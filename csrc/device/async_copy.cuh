@@ -16,6 +16,21 @@ __device__ __forceinline__ void copy_async(unsigned int to_shared, const void* f
 #endif
 }
 
+// 16 bytes, or zeros and no access to `from` where not valid: six instructions less than a size that is not a constant. Past
+// L1. From 8.0 on only.
+__device__ __forceinline__ void copy_chunk_async(unsigned int to_shared, const void* from, bool valid) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      "setp.eq.s32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+      "}\n" ::"r"(to_shared),
+      "l"(from), "r"(int(valid))
+      : "memory");
+#endif
+}
+
 // 16 bytes; zeros, and no access to `from`, where not valid. Both addresses are aligned to 16 bytes.
 __device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void* from, bool valid) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

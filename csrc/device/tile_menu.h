@@ -19,17 +19,12 @@ enum class Family { kImplicitGemm, kImplicitGemmSm90, kDepthwiseMma, kDepthwise,
 struct GemmTile {
   int pixels, channels, chunks, stages;
   int warps_pixels, warps_channels, groups;
+  bool window = false;  // 3x3: pixels are copied once for all taps
   bool operator==(const GemmTile&) const = default;
+  // Float of 256 pixels would not fit shared memory on its way out.
+  constexpr bool half_only() const { return window || pixels > 128; }
 };
 
-// One kernel per tile and dtype. Warps of 64 x 32 read shared memory less often than those of 32 x 32 (5 to 10 % at 64
-// channels), but 4 warps of 64 x 64 are too few to hide each other's latencies (8 of 64 x 32 are up to 15 % faster). 48
-// channels are a width of YOLO12x.
-constexpr GemmTile kGemmTiles[] = {
-    {128, 128, 8, 3, 2, 4, 1}, {128, 64, 8, 3, 4, 2, 1}, {128, 32, 4, 5, 4, 1, 1}, {128, 16, 4, 5, 4, 1, 1},
-    {128, 64, 4, 5, 2, 2, 1},  {128, 48, 4, 5, 4, 1, 1}, {64, 64, 8, 4, 2, 2, 2},  {64, 32, 8, 5, 2, 1, 2},
-    {64, 16, 8, 5, 2, 1, 2},   {32, 64, 8, 5, 1, 2, 2},  {32, 32, 8, 6, 1, 1, 4},  {16, 32, 8, 8, 1, 1, 4},
-};
 constexpr int kMaxGemmKernel = 16;  // rows and columns of a filter: a bit each of 32
 
 // What the menu looks at.

@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "device/dispatch.h"
+#include "device/gemm_tiles.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -29,6 +30,55 @@ double overlapped(std::initializer_list<double> cycles, const TileCosts& c) {
   double sum = 0;
   for (const double value : cycles) sum += std::pow(value, c.overlap);
   return std::pow(sum, 1 / c.overlap);
+}
+
+// Shared memory of a multiprocessor.
+double shared_kilobytes(int capability) {
+  if (capability == 80 || capability == 87) return 164;
+  return capability / 10 == 8 || capability >= 120 ? 100 : 228;
+}
+
+// Tiles whose warps do not share the reduction, for many pixels. As many blocks as a multiprocessor holds hide each other's
+// latencies; nothing else that was measured is near its limit.
+double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, const TileCosts& c, int capability) {
+  const int lanes = 16 / element, taps = s.kernel_h * s.kernel_w, threads = 32 * t.warps_pixels * t.warps_channels;
+  int64_t pixels = s.out_pixels();
+  double stages, steps;  // of a block; steps of 32 bytes of the reduction
+  int shared_bytes;
+  if (t.window) {
+    pixels = int64_t(s.batch) * (s.in_h + 1) * (s.in_w + 1);
+    stages = 3.0 * ceil_div(s.in_channels, 4 * lanes);
+    steps = double(taps) * ceil_div(s.in_channels, 2 * lanes);
+    shared_bytes = window_bytes(t, s.in_w, s.in_channels);
+  } else {
+    stages = std::ceil(double(taps) * ceil_div(s.in_channels, lanes) / t.chunks);
+    steps = stages * (t.chunks / 2);
+    const int pipeline = static_cast<int>(std::min<double>(t.stages, stages)) * (t.pixels + t.channels) * t.chunks * 16;
+    shared_bytes = t.channels * 8 + std::max(pipeline, t.pixels * (t.channels * element + 16));
+  }
+  // What the kernels' launch bounds leave a thread, or its sums, operands and 60 others.
+  const int warp_pixels = t.pixels / t.warps_pixels, warp_channels = t.channels / t.warps_channels;
+  const bool bounded = element == 2 && warp_pixels * warp_channels <= 2048;
+  const int registers = bounded ? (t.window && threads < 256 ? 160 : 128)
+                                : std::min(255, warp_pixels * warp_channels / 32 + (warp_pixels + warp_channels) / 2 + 60);
+  const int64_t blocks = ceil_div<int64_t>(pixels, t.pixels) * ceil_div(s.out_channels, t.channels);
+  const double share =
+      std::max(block_share(shared_bytes, threads, registers), (shared_bytes + 1024) / shared_kilobytes(capability) / 1024);
+  const double turns = std::ceil(double(blocks) / kMultiprocessors);  // blocks that the busiest multiprocessor gets
+  const double resident = std::clamp(std::floor(1 / share), 1.0, turns);
+  const double full = std::ceil(turns / resident) * resident;
+  const double rounds = turns + c.tile_wave * (full - turns);
+  const double outputs = double(t.pixels) * t.channels;
+  const double products = steps * outputs * 16 / c.tile_products;
+  const double chain = (stages * c.tile_stage + steps * c.tile_step + (t.window ? c.tile_window : c.tile_block)) / resident;
+  const auto norm = [&](double a, double b) {
+    return std::pow(std::pow(a, c.tile_overlap) + std::pow(b, c.tile_overlap), 1 / c.tile_overlap);
+  };
+  const double channels = round_up(s.in_channels, lanes);
+  const double bytes = element * (double(s.in_pixels()) * channels + double(s.out_pixels()) * s.out_channels +
+                                  double(s.out_channels) * taps * channels);
+  return c.tile_set_up + norm(rounds * (norm(products, chain) + outputs * element / 2 / c.tile_outputs),
+                              bytes / kMultiprocessors / c.tile_hbm_bytes);
 }
 
 }  // namespace
@@ -98,7 +148,8 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   return set_up + exchange + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
 }
 
-double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c) {
+double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c, int capability) {
+  if (t.groups == 1) return large_tile_cycles(s, size_of(dtype), t, c, capability);
   const int element = size_of(dtype), lanes = 16 / element;
   const double chunks = double(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, lanes);
   const double stages = std::ceil(chunks / t.chunks), steps = stages * (t.chunks / 2);

@@ -16,6 +16,7 @@
 
 #include "build_info.h"
 #include "device/dispatch.h"
+#include "device/gemm_tiles.h"
 #include "device/tile_costs.h"
 #include "targets.h"
 
@@ -47,13 +48,13 @@ bool is_stem(const ConvShape& s, DType dtype) {
          s.out_channels <= 1024 / size_of(dtype) && tiles < (1 << 30) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15);
 }
 
-// The implicit GEMM counts offsets in 32 bits inside a tile of at most 128 pixels (kernels/implicit_gemm.cu).
+// The implicit GEMM counts offsets in 32 bits inside a tile of at most 256 pixels (kernels/implicit_gemm.cu).
 bool fits_implicit_gemm(const ConvShape& s) {
   const int64_t plane = int64_t(s.out_h) * s.out_w;
   const int64_t image = int64_t(s.in_h) * s.in_w * round_up(s.in_channels, 8);
   const int64_t tiles = ceil_div<int64_t>(s.out_pixels(), 64) * ceil_div(s.out_channels, 16);
   const int64_t chunks = int64_t(s.kernel_h) * s.kernel_w * ceil_div(s.in_channels, 4);
-  return (128 + plane - 1) / plane * image + 2 * image < (int64_t(1) << 30) && tiles < (int64_t(1) << 31) &&
+  return (256 + plane - 1) / plane * image + 2 * image < (int64_t(1) << 30) && tiles < (int64_t(1) << 31) &&
          chunks < (1 << 24) && s.pad_h < (1 << 15) && s.pad_w < (1 << 15) && s.kernel_h <= kMaxGemmKernel &&
          s.kernel_w <= kMaxGemmKernel;
 }
@@ -80,7 +81,7 @@ bool prefers_cudnn(const ConvShape& s) {
 
 std::string tile_name(const GemmTile& t) {
   return "implicit_gemm/sm80/" + std::to_string(t.pixels) + "x" + std::to_string(t.channels) + "x" +
-         std::to_string(t.chunks) + "x" + std::to_string(t.stages);
+         std::to_string(t.chunks) + "x" + std::to_string(t.stages) + (t.window ? "-window" : "");
 }
 
 // wgmma exists on 9.0 alone, and only in code that was compiled for "9.0a".
@@ -173,7 +174,8 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s) && (target != "sm90" || weighed.empty())) {
     for (const GemmTile& tile : kGemmTiles) {
-      weighed.push_back({gemm_cycles(s, query.dtype, tile), {Family::kImplicitGemm, tile, {}}});
+      if ((tile.half_only() && !half) || (tile.window && !fits_window(s, tile))) continue;
+      weighed.push_back({gemm_cycles(s, query.dtype, tile, {}, query.capability), {Family::kImplicitGemm, tile, {}}});
     }
   }
   std::stable_sort(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });

@@ -32,12 +32,12 @@
 #include "device/async_copy.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
+#include "device/gemm_tiles.h"
 #include "device/kernels.h"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
 #include "device/tensor_core.cuh"
-#include "device/tile_menu.h"
 
 // Below 8.0 the kernel's body is empty, and the constants of its tiles are left over.
 #pragma nv_diag_suppress 177
@@ -60,6 +60,14 @@ struct GemmConfig {
 
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
+  // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
+  // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
+  // longer.
+  static constexpr int kFittingBlocks = kTile.window ? (kThreads < 256 ? 400 / kThreads : 2)
+                                                     : 227 * 1024 / (kStages * kStageBytes + 1024);
+  static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
+                                 : kFittingBlocks < 512 / kThreads                    ? kFittingBlocks
+                                                                                      : 512 / kThreads;
   // The finished tile goes through shared memory on its way out: rounded, or as the float sums of each group. The padding
   // shifts each row by 4 (half) or 8 (float) banks, so that a quarter warp's fragments fall into different ones.
   static constexpr int kOutRowBytes = kChannels * int(sizeof(T)) + (sizeof(T) == 2 ? 16 : 32);
@@ -86,6 +94,7 @@ struct GemmConfig {
 
 struct GemmArgs {
   const void* x;
+  int x_images;
   int64_t x_stride_n;
   int x_stride_h, x_stride_w;
   const void* weight;
@@ -100,6 +109,7 @@ struct GemmArgs {
   int64_t y_stride;
   int in_channels;
   int chunks;  // ceil(C / lanes) * R * S
+  bool whole_chunks;  // C is a multiple of lanes
   int kernel_h, kernel_w, in_h, in_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   FastDivide by_chunks_per_tap, by_kernel_w, by_out_w, by_out_h, by_channel_tiles;
 };
@@ -153,19 +163,11 @@ class TileLoader {
   // Starts the copies of the next tile of the reduction, into stage `stage`. A copy of 0 bytes writes zeros and does not
   // touch its address, which may lie outside of the tensor.
   __device__ __forceinline__ void load(int stage) {
-    const uint32_t pixels = shared_ + stage * Config::kStageBytes;
-    constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
-#pragma unroll
-    for (int i = 0; i < Config::kPixelPasses; ++i) {
-      if (is_past<Config::kPixels>(i)) break;
-      copy_async(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0 ? bytes_ : 0);
-    }
-    const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
-#pragma unroll
-    for (int i = 0; i < Config::kChannelPasses; ++i) {
-      if (is_past<Config::kChannels>(i)) break;
-      copy_async(channels + i * kPassBytes, weight_ + i * weight_step_,
-                 i * Config::kRowsPerPass < channels_left_ ? bytes_ : 0);
+    const uint32_t to = shared_ + stage * Config::kStageBytes;
+    if (args_.whole_chunks) {
+      copy_rows<true>(to);
+    } else {
+      copy_rows<false>(to);
     }
     commit_async_copies();
 
@@ -187,6 +189,30 @@ class TileLoader {
   template <int kRows>
   __device__ __forceinline__ bool is_past(int pass) const {
     return kRows % Config::kRowsPerPass != 0 && row_ + pass * Config::kRowsPerPass >= kRows;
+  }
+
+  // kWhole: all chunks are of 16 bytes, a copy has that many or none.
+  template <bool kWhole>
+  __device__ __forceinline__ void copy_rows(uint32_t pixels) {
+    constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
+    const auto copy = [&](uint32_t to, const T* from, bool valid) {
+      if constexpr (kWhole) {
+        copy_chunk_async(to, from, valid && bytes_ != 0);
+      } else {
+        copy_async(to, from, valid ? bytes_ : 0);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < Config::kPixelPasses; ++i) {
+      if (is_past<Config::kPixels>(i)) break;
+      copy(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0);
+    }
+    const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
+#pragma unroll
+    for (int i = 0; i < Config::kChannelPasses; ++i) {
+      if (is_past<Config::kChannels>(i)) break;
+      copy(channels + i * kPassBytes, weight_ + i * weight_step_, i * Config::kRowsPerPass < channels_left_);
+    }
   }
 
   __device__ __forceinline__ int chunk_bytes() const {
@@ -230,17 +256,14 @@ template <class Config>
 struct Fragments {
   uint32_t a[Config::kFragmentsPixels][4], b[Config::kFragmentsChannels / 2][4];
 
-  // row_a, row_b: this lane's rows for load_matrices.
-  __device__ __forceinline__ void load(uint32_t stage, int row_a, int row_b, int step) {
-    const int lane = threadIdx.x % 32;
+  // pixels, channels: this lane's addresses in the first 16 rows of each operand, for load_matrices. The swizzle repeats
+  // after 8 rows.
+  __device__ __forceinline__ void load(uint32_t pixels, uint32_t channels) {
 #pragma unroll
-    for (int i = 0; i < Config::kFragmentsPixels; ++i) {
-      load_matrices(a[i], stage + swizzled<Config::kChunks>(row_a + i * 16, step * 2 + lane / 16));
-    }
-    const uint32_t channels = stage + Config::kPixels * Config::kRowBytes;
+    for (int i = 0; i < Config::kFragmentsPixels; ++i) load_matrices(a[i], pixels + i * 16 * Config::kRowBytes);
 #pragma unroll
     for (int j = 0; j < Config::kFragmentsChannels / 2; ++j) {
-      load_matrices(b[j], channels + swizzled<Config::kChunks>(row_b + j * 16, step * 2 + lane / 8 % 2));
+      load_matrices(b[j], channels + j * 16 * Config::kRowBytes);
     }
   }
 
@@ -276,23 +299,42 @@ struct WarpPlace {
       : group(warp / Config::kGroupWarps),
         row(warp % Config::kGroupWarps / Config::kWarpColumns * Config::kWarpPixels),
         column(warp % Config::kWarpColumns * Config::kWarpChannels) {}
+
+  // This lane's rows and 16-byte chunk in a step, as load_matrices wants them.
+  __device__ __forceinline__ int pixel() const { return row + threadIdx.x % 16; }
+  __device__ __forceinline__ int pixel_chunk() const { return threadIdx.x % 32 / 16; }
+  __device__ __forceinline__ int channel() const { return column + threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8; }
+  __device__ __forceinline__ int channel_chunk() const { return threadIdx.x / 8 % 2; }
 };
 
-// One stage's products: this warp's part of the tile and of the stage. The operands of a step are on their way from
-// shared memory while the step before is multiplied.
+// Step `step` of 32 bytes of the stage at `stage`. A step moves a chunk by two, which is one exclusive or of its address.
 template <class Config>
+__device__ __forceinline__ void load_step(Fragments<Config>& fragments, uint32_t stage, const WarpPlace<Config>& place,
+                                          int step) {
+  constexpr int kChunks = Config::kChunks;
+  fragments.load(stage + (swizzled<kChunks>(place.pixel(), place.pixel_chunk()) ^ step * 32),
+                 stage + Config::kPixels * Config::kRowBytes +
+                     (swizzled<kChunks>(place.channel(), place.channel_chunk()) ^ step * 32));
+}
+
+// One stage's products: this warp's part of the tile and of the stage. The operands of a step are on their way from
+// shared memory while the step before is multiplied. start_copies: of the stage that is refilled. After the first products,
+// since all warps come from a barrier and would leave the tensor cores idle together; before them where a block is a chain
+// of latencies.
+template <class Config, class StartCopies>
 __device__ __forceinline__ void multiply_stage(Accumulators<Config>& sum, uint32_t stage,
-                                               const WarpPlace<Config>& place) {
-  const int lane = threadIdx.x % 32;
-  const int row_a = place.row + lane % 16, row_b = place.column + lane % 8 + lane / 16 * 8;
+                                               const WarpPlace<Config>& place, const StartCopies& start_copies) {
+  constexpr bool kCopiesFirst = Config::kGroups > 1;
   Fragments<Config> fragments[2];
-  fragments[0].load(stage, row_a, row_b, place.group);
+  if constexpr (kCopiesFirst) start_copies();
+  load_step(fragments[0], stage, place, place.group);
 #pragma unroll
   for (int i = 0; i < Config::kSteps; ++i) {
     if (i + 1 < Config::kSteps) {
-      fragments[(i + 1) % 2].load(stage, row_a, row_b, place.group + (i + 1) * Config::kGroups);
+      load_step(fragments[(i + 1) % 2], stage, place, place.group + (i + 1) * Config::kGroups);
     }
     fragments[i % 2].multiply(sum);
+    if (i == 0 && !kCopiesFirst) start_copies();
   }
 }
 
@@ -397,18 +439,39 @@ __device__ __forceinline__ Chunk<typename Config::T> take_chunk(const char* out,
 // The tile from shared to global memory, 16 bytes at a time where rows of y are 16-byte aligned (y itself is), but for the
 // last channels of an odd width; plus the residual. As in stock, the activated value is rounded before the residual is
 // added.
-template <class Config, bool kSilu>
+// pixel_of(row): which pixel of y a row of the tile is; negative: none.
+template <class Config, bool kSilu, class PixelOf>
 __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out, const ScaleShift<float>* affine,
-                                           int64_t first_pixel, int first_channel) {
+                                           const PixelOf& pixel_of, int first_channel) {
   using T = typename Config::T;
   constexpr int kRowChunks = Config::kChannels / Config::kLanes;
   const bool aligned = args.y_stride % Config::kLanes == 0;
+  // Of most layers and tiles: whole chunks, no residual, a thread's chunks all in one column.
+  if constexpr (Config::kThreads % kRowChunks == 0 && Config::kGroups == 1) {
+    if (aligned && args.residual == nullptr && args.out_channels % Config::kLanes == 0) {
+      constexpr int kRowStep = Config::kThreads / kRowChunks;
+      const int column = threadIdx.x % kRowChunks * Config::kLanes, first_row = threadIdx.x / kRowChunks;
+      if (first_channel + column >= args.out_channels) return;
+      T* const y = static_cast<T*>(args.y) + first_channel + column;
+      out += first_row * Config::kOutRowBytes + column * int(sizeof(T));
+#pragma unroll
+      for (int i = 0; i < (Config::kPixels + kRowStep - 1) / kRowStep; ++i) {
+        const int row = first_row + i * kRowStep;
+        if (Config::kPixels % kRowStep != 0 && row >= Config::kPixels) break;
+        const int64_t pixel = pixel_of(row);
+        if (pixel < 0) continue;
+        *reinterpret_cast<uint4*>(y + pixel * args.y_stride) =
+            *reinterpret_cast<const uint4*>(out + i * kRowStep * Config::kOutRowBytes);
+      }
+      return;
+    }
+  }
 #pragma unroll 4
   for (int index = threadIdx.x; index < Config::kPixels * kRowChunks; index += Config::kThreads) {
     const int row = index / kRowChunks, column = index % kRowChunks * Config::kLanes;
-    const int64_t pixel = first_pixel + row;
+    const int64_t pixel = pixel_of(row);
     const int channel = first_channel + column;
-    if (pixel >= args.pixels || channel >= args.out_channels) continue;
+    if (pixel < 0 || channel >= args.out_channels) continue;
     Chunk<T> value = take_chunk<Config, kSilu>(out, affine, row, column);
     T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
     const T* residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
@@ -438,21 +501,33 @@ __device__ __forceinline__ void write_tile(const GemmArgs& args, const char* out
   }
 }
 
-template <class Config, bool kSilu>
-__device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulators<Config>& sum,
-                                         const ScaleShift<float>* affine, char* out, const WarpPlace<Config>& place,
-                                         int64_t first_pixel, int first_channel) {
+template <class Config, bool kSilu, class PixelOf>
+__device__ __forceinline__ void finish_and_write(const GemmArgs& args, const Accumulators<Config>& sum,
+                                                 const ScaleShift<float>* affine, char* out,
+                                                 const WarpPlace<Config>& place, const PixelOf& pixel_of,
+                                                 int first_channel) {
   if constexpr (Config::kGroups == 1) {
     finish_tile<Config, kSilu>(sum, affine, out, place);
   } else {
     put_sums<Config>(sum, reinterpret_cast<float*>(out), place);
   }
   __syncthreads();
-  write_tile<Config, kSilu>(args, out, affine, first_pixel, first_channel);
+  write_tile<Config, kSilu>(args, out, affine, pixel_of, first_channel);
+}
+
+template <class Config, class PixelOf>
+__device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulators<Config>& sum,
+                                         const ScaleShift<float>* affine, char* out, const WarpPlace<Config>& place,
+                                         const PixelOf& pixel_of, int first_channel) {
+  if (args.act == Act::kSilu) {
+    finish_and_write<Config, true>(args, sum, affine, out, place, pixel_of, first_channel);
+  } else {
+    finish_and_write<Config, false>(args, sum, affine, out, place, pixel_of, first_channel);
+  }
 }
 
 template <class Config>
-__global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
   let_later_kernels_start();
@@ -484,8 +559,7 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
       commit_async_copies();  // an empty group keeps the count that wait_for_async_copies relies on
     }
   }
-  const bool silu = args.act == Act::kSilu;
-  const bool halved = silu && sizeof(typename Config::T) == 2;  // see finish()
+  const bool halved = args.act == Act::kSilu && sizeof(typename Config::T) == 2;  // see finish()
   if constexpr (kLoadsEarly) {
     if (threadIdx.x < Config::kChannels) {
       affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, halved);
@@ -501,47 +575,250 @@ __global__ __launch_bounds__(Config::kThreads) void implicit_gemm_kernel(const _
   for (int tile = 0; tile < tiles; ++tile) {
     wait_for_async_copies<Config::kStages - 2>();
     __syncthreads();  // stage `stage` is there for all threads, and all are done with the one that is refilled next
-    if (tile + Config::kStages - 1 < tiles) {
-      loader.load(free_stage);
-    } else {
-      commit_async_copies();
-    }
-    multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place);
+    multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place, [&] {
+      if (tile + Config::kStages - 1 < tiles) {
+        loader.load(free_stage);
+      } else {
+        commit_async_copies();
+      }
+    });
     free_stage = stage;
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
   }
   wait_for_async_copies<0>();
   __syncthreads();  // the pipeline's memory becomes the output tile
 
-  if (silu) {
-    epilogue<Config, true>(args, sum, affine, out, place, first_pixel, first_channel);
-  } else {
-    epilogue<Config, false>(args, sum, affine, out, place, first_pixel, first_channel);
+  const auto pixel_of = [&](int row) {
+    const int64_t pixel = first_pixel + row;
+    return pixel < args.pixels ? pixel : -1;
+  };
+  epilogue<Config>(args, sum, affine, out, place, pixel_of, first_channel);
+#endif
+}
+
+// 3x3, stride 1, padding 1: a window of pixels lies in shared memory for all nine taps. Of a tile of 256 pixels x 64
+// channels that is a sixth of the copies, of which L2 could not deliver more.
+//
+// Output pixels are counted as if every row had one more pixel and every image one more row, zeros all: m = (image (H + 1) +
+// p) (W + 1) + q. Then the tap (r, s) of every m is m + (r - 1) (W + 1) + s - 1, and a tile is any 128 or 256 adjacent m,
+// of which 1 / W + 1 / H are computed in vain. The reduction runs over blocks of 64 bytes of channels: a window of each,
+// two of them in shared memory, and weights in stages of one filter row.
+template <class Element, GemmTile kTile>
+struct WindowConfig : GemmConfig<Element, kTile> {
+  using Base = GemmConfig<Element, kTile>;
+  static constexpr int kTaps = 3;  // of a filter row
+  static constexpr int kBlockLanes = Base::kChunks * Base::kLanes;  // channels of a block
+  static constexpr int kWeightRows = kTaps * Base::kChannels;
+  static constexpr int kStageBytes = kWeightRows * Base::kRowBytes;
+  static constexpr int kWeightPasses = (kWeightRows + Base::kRowsPerPass - 1) / Base::kRowsPerPass;
+  // A window's copies are started with the first filter rows of the block before; those of the last row would come late.
+  static constexpr int kWindowParts = kTaps + 2 - Base::kStages;
+
+  static constexpr int window_rows(int width) { return Base::kPixels + 2 * width + 4; }
+  static constexpr int table_bytes(int width) { return (window_rows(width) + Base::kPixels + 32) / 32 * 128; }
+  static constexpr int shared_bytes(int width, int channels) {
+    return window_bytes(kTile, width, channels);
   }
+
+  static_assert(Base::kChunks == 4 && Base::kGroups == 1 && (Base::kStages == 2 || Base::kStages == 3));
+};
+
+// Copies windows and weights.
+template <class Config>
+class WindowLoader {
+  using T = typename Config::T;
+
+ public:
+  // rows: offsets of the window's rows in x, in 16 bytes, negative: zeros. Reads no global memory.
+  __device__ __forceinline__ WindowLoader(const GemmArgs& args, int first_channel, const T* x, const int* rows,
+                                          int window_rows, uint32_t weights, uint32_t windows)
+      : args_(args), rows_(rows), window_rows_(window_rows), weight_row_(args.chunks / 9 * Config::kLanes) {
+    const int swizzle = swizzled<Config::kChunks>(row_, chunk_);
+    weights_ = weights + swizzle;
+    windows_ = windows + swizzle;
+    x_ = x + chunk_ * Config::kLanes;
+    weight_ = static_cast<const T*>(args.weight) + int64_t(first_channel) * 9 * weight_row_ + chunk_ * Config::kLanes;
+    channels_left_ = args.out_channels - first_channel;
+    if constexpr (!kEvenPasses) {
+#pragma unroll
+      for (int i = 0; i < Config::kWeightPasses; ++i) {
+        const int row = row_ + i * Config::kRowsPerPass, tap = row / Config::kChannels, k = row % Config::kChannels;
+        weight_offset_[i] = row < Config::kWeightRows && k < channels_left_ ? (k * 9 + tap) * weight_row_ : -1;
+      }
+    } else {
+      weight_ += row_ * 9 * weight_row_;
+      channels_left_ -= row_;
+    }
+  }
+
+  // Filter row r of a block of channels, into stage `stage`.
+  __device__ __forceinline__ void load_weights(int block, int r, int stage) {
+    const T* const from = weight_ + r * Config::kTaps * weight_row_ + block * Config::kBlockLanes;
+    const uint32_t to = weights_ + stage * Config::kStageBytes;
+    const bool inside = block * Config::kBlockLanes + chunk_ * Config::kLanes < args_.in_channels;
+#pragma unroll
+    for (int i = 0; i < Config::kWeightPasses; ++i) {
+      if (Config::kWeightRows % Config::kRowsPerPass != 0 && row_ + i * Config::kRowsPerPass >= Config::kWeightRows) {
+        break;
+      }
+      if constexpr (kEvenPasses) {
+        const int k = i * Config::kRowsPerPass % Config::kChannels, tap = i * Config::kRowsPerPass / Config::kChannels;
+        copy_chunk_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, inside && k < channels_left_);
+      } else {
+        copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
+      }
+    }
+  }
+
+  // Part `part` of `parts` of the window of a block of channels.
+  __device__ __forceinline__ void load_window(int block, int part, int parts) {
+    const int passes = (window_rows_ + Config::kRowsPerPass - 1) / Config::kRowsPerPass;
+    const int first = passes * part / parts, last = passes * (part + 1) / parts;
+    const int channel = block * Config::kBlockLanes + chunk_ * Config::kLanes;
+    // The second half of the last block is not multiplied if it is empty.
+    if (args_.in_channels - (channel & ~(2 * Config::kLanes - 1)) <= 0) return;
+    const bool inside = channel < args_.in_channels;
+    const T* const from = x_ + block * Config::kBlockLanes;
+    uint32_t to = windows_ + block % 2 * window_rows_ * Config::kRowBytes + first * kPassBytes;
+    int row = row_ + first * Config::kRowsPerPass;
+#pragma unroll 4
+    for (int i = first; i < last; ++i, row += Config::kRowsPerPass, to += kPassBytes) {
+      if (row >= window_rows_) break;
+      const int chunks = rows_[row];
+      copy_chunk_async(to, from + int64_t(chunks) * Config::kLanes, inside && chunks >= 0);
+    }
+  }
+
+ private:
+  static constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
+  // Tap and channel of a thread's rows of weights differ by constants.
+  static constexpr bool kEvenPasses = Config::kChannels % Config::kRowsPerPass == 0;
+
+  const GemmArgs& args_;
+  const int* rows_;
+  int window_rows_, weight_row_, channels_left_;  // weight_row_: elements between taps
+  const int chunk_ = threadIdx.x % Config::kChunks, row_ = threadIdx.x / Config::kChunks;
+  uint32_t weights_, windows_;
+  const T* x_;
+  const T* weight_;
+  int weight_offset_[kEvenPasses ? 1 : Config::kWeightPasses];
+};
+
+// The products of one filter row and one block of channels, of which kSteps steps are multiplied. window: this lane's first
+// row for tap s = 0.
+template <class Config, int kSteps, class StartCopies>
+__device__ __forceinline__ void multiply_filter_row(Accumulators<Config>& sum, uint32_t windows, int window_row,
+                                                    uint32_t weights, const WarpPlace<Config>& place,
+                                                    const StartCopies& start_copies) {
+  constexpr int kAll = Config::kTaps * kSteps;
+  Fragments<Config> fragments[2];
+  const auto load = [&](int i) {
+    const int tap = i / kSteps, step = i % kSteps;
+    fragments[i % 2].load(windows + (swizzled<Config::kChunks>(window_row + tap, place.pixel_chunk()) ^ step * 32),
+                          weights + tap * Config::kChannels * Config::kRowBytes +
+                              (swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) ^ step * 32));
+  };
+  load(0);
+#pragma unroll
+  for (int i = 0; i < kAll; ++i) {
+    if (i + 1 < kAll) load(i + 1);
+    fragments[i % 2].multiply(sum);
+    if (i == 0) start_copies();  // see multiply_stage
+  }
+}
+
+template <class Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm_kernel(const __grid_constant__ GemmArgs args) {
+#if __CUDA_ARCH__ >= 800
+  using T = typename Config::T;
+  extern __shared__ __align__(128) char shared[];
+  let_later_kernels_start();
+  int pixel_tile, channel_tile;
+  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), pixel_tile, channel_tile);
+  const int first_channel = channel_tile * Config::kChannels;
+  const WarpPlace<Config> place(threadIdx.x / 32);
+  const int width = args.in_w + 1, window_rows = Config::window_rows(args.in_w);
+  const int blocks = (args.in_channels + Config::kBlockLanes - 1) / Config::kBlockLanes;
+
+  auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
+  int* const rows = reinterpret_cast<int*>(shared + Config::kAffineBytes);  // of the window: offsets in x, in 16 bytes
+  int* const pixels = rows + window_rows;                                     // of the tile: pixels of y
+  char* out = shared + Config::kAffineBytes + Config::table_bytes(args.in_w);
+  const uint32_t weights = shared_address(out), windows = weights + Config::kStages * Config::kStageBytes;
+
+  // Offsets count from the window's first image, which keeps them in 32 bits (checked on the host).
+  const int first = pixel_tile * Config::kPixels, first_row = first - width - 1;
+  const int first_image = args.by_out_h.divide(args.by_out_w.divide(max(first_row, 0)));
+  for (int i = threadIdx.x; i < window_rows + Config::kPixels; i += Config::kThreads) {
+    const int m = i < window_rows ? first_row + i : first + i - window_rows;
+    int image, image_row, p, q;
+    args.by_out_w.divide(max(m, 0), image_row, q);
+    args.by_out_h.divide(image_row, image, p);
+    const bool inside = m >= 0 && q < args.in_w && p < args.in_h && image < args.x_images;
+    const int offset = i < window_rows ? ((image - first_image) * static_cast<int>(args.x_stride_n) +
+                                          p * args.x_stride_h + q * args.x_stride_w) /
+                                             Config::kLanes
+                                       : (image * args.in_h + p) * args.in_w + q;
+    rows[i] = inside ? offset : -1;
+  }
+  const T* const x = static_cast<const T*>(args.x) + first_image * args.x_stride_n;
+  WindowLoader<Config> loader(args, first_channel, x, rows, window_rows, weights, windows);
+  const int folded_channel = first_channel + static_cast<int>(threadIdx.x);
+  const int folded_channels = min(args.out_channels, first_channel + Config::kChannels);
+  static_assert(Config::kChannels <= Config::kThreads, "a thread folds one channel");
+  __syncthreads();
+  wait_for_earlier_kernels();
+  const ChannelBits bits = load_for_epilogue(args.affine, folded_channel, folded_channels);
+  loader.load_window(0, 0, 1);
+#pragma unroll
+  for (int stage = 0; stage < Config::kStages - 1; ++stage) {
+    loader.load_weights(0, stage, stage);  // at most two of the first block's three
+    commit_async_copies();
+  }
+  if (threadIdx.x < Config::kChannels) {
+    affine[threadIdx.x] =
+        fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, args.act == Act::kSilu);
+  }
+
+  Accumulators<Config> sum = {};
+  int stage = 0, free_stage = Config::kStages - 1;
+  int next_block = 0, next_r = Config::kStages - 1;  // of the weights that are copied next
+  for (int block = 0; block < blocks; ++block) {
+    const uint32_t window = windows + block % 2 * window_rows * Config::kRowBytes;
+    const bool both_steps = args.in_channels - block * Config::kBlockLanes > Config::kBlockLanes / 2;
+    for (int r = 0; r < Config::kTaps; ++r) {
+      wait_for_async_copies<Config::kStages - 2>();
+      __syncthreads();  // what was copied is there for all threads, and all are done with what is refilled next
+      const auto start_copies = [&] {
+        if (next_block < blocks) loader.load_weights(next_block, next_r, free_stage);
+        if (r < Config::kWindowParts && block + 1 < blocks) loader.load_window(block + 1, r, Config::kWindowParts);
+        commit_async_copies();
+        if (++next_r == Config::kTaps) next_r = 0, ++next_block;
+      };
+      const uint32_t filter_row = weights + stage * Config::kStageBytes;
+      const int window_row = place.pixel() + r * width;
+      if (both_steps) {
+        multiply_filter_row<Config, 2>(sum, window, window_row, filter_row, place, start_copies);
+      } else {
+        multiply_filter_row<Config, 1>(sum, window, window_row, filter_row, place, start_copies);
+      }
+      free_stage = stage;
+      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+    }
+  }
+  wait_for_async_copies<0>();
+  __syncthreads();  // windows and weights become the output tile
+  epilogue<Config>(args, sum, affine, out, place, [&](int row) { return int64_t(pixels[row]); }, first_channel);
 #endif
 }
 
 template <class Config>
-void launch(const ConvArgs& a, cudaStream_t stream) {
+GemmArgs gemm_args(const ConvArgs& a) {
   const ConvShape& s = a.shape;
-  const int64_t plane = int64_t(s.out_h) * s.out_w;
-  // See TileLoader: a tile of pixels spans this many images at most, and its offsets must fit 32 bits.
-  const int64_t images = (Config::kPixels + plane - 1) / plane + 1;
-  const int64_t span = images * a.x_strides.n + (int64_t(s.in_h) + 2 * s.pad_h) * a.x_strides.h +
-                       (int64_t(s.in_w) + 2 * s.pad_w) * a.x_strides.w;
-  const int64_t pixel_tiles = ceil_div<int64_t>(s.out_pixels(), Config::kPixels);
-  const int channel_tiles = ceil_div(s.out_channels, Config::kChannels);
-  if (span >= int64_t(1) << 31 || plane + Config::kPixels >= int64_t(1) << 31) {
-    fail("implicit_gemm: ", s.batch, "x", s.in_h, "x", s.in_w, " with image stride ", a.x_strides.n,
-         " exceeds 32-bit offsets inside a tile; the tile menu sends such shapes to direct");
-  }
-  if (s.kernel_h > kMaxGemmKernel || s.kernel_w > kMaxGemmKernel) {
-    fail("implicit_gemm: kernel ", s.kernel_h, "x", s.kernel_w, " is larger than ", kMaxGemmKernel,
-         "; the tile menu sends it to direct");
-  }
   const int chunks_per_tap = ceil_div(s.in_channels, Config::kLanes);
   GemmArgs g;
   g.x = a.x;
+  g.x_images = s.batch;
   g.x_stride_n = a.x_strides.n;
   g.x_stride_h = static_cast<int>(a.x_strides.h);
   g.x_stride_w = static_cast<int>(a.x_strides.w);
@@ -557,6 +834,7 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   g.out_channels = s.out_channels;
   g.in_channels = s.in_channels;
   g.chunks = chunks_per_tap * s.kernel_h * s.kernel_w;
+  g.whole_chunks = s.in_channels % Config::kLanes == 0;
   g.kernel_h = s.kernel_h;
   g.kernel_w = s.kernel_w;
   g.in_h = s.in_h;
@@ -571,18 +849,69 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
   g.by_kernel_w = FastDivide(s.kernel_w);
   g.by_out_w = FastDivide(s.out_w);
   g.by_out_h = FastDivide(s.out_h);
-  g.by_channel_tiles = FastDivide(channel_tiles);
+  g.by_channel_tiles = FastDivide(ceil_div(s.out_channels, Config::kChannels));
+  return g;
+}
 
+// Offsets inside a tile are 32-bit numbers; it spans this many images at most.
+void check_offsets(const ConvArgs& a, int64_t images, int64_t pixels) {
+  const ConvShape& s = a.shape;
+  const int64_t span = images * a.x_strides.n + (int64_t(s.in_h) + 2 * s.pad_h) * a.x_strides.h +
+                       (int64_t(s.in_w) + 2 * s.pad_w) * a.x_strides.w;
+  if (span >= int64_t(1) << 31 || pixels >= int64_t(1) << 31) {
+    fail("implicit_gemm: ", s.batch, "x", s.in_h, "x", s.in_w, " with image stride ", a.x_strides.n,
+         " exceeds 32-bit offsets inside a tile; the tile menu sends such shapes to direct");
+  }
+}
+
+template <class Config>
+void launch(const ConvArgs& a, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const int64_t plane = int64_t(s.out_h) * s.out_w;
+  const int64_t pixel_tiles = ceil_div<int64_t>(s.out_pixels(), Config::kPixels);
+  check_offsets(a, (Config::kPixels + plane - 1) / plane + 1, plane + Config::kPixels);
+  if (s.kernel_h > kMaxGemmKernel || s.kernel_w > kMaxGemmKernel) {
+    fail("implicit_gemm: kernel ", s.kernel_h, "x", s.kernel_w, " is larger than ", kMaxGemmKernel,
+         "; the tile menu sends it to direct");
+  }
+  const GemmArgs g = gemm_args<Config>(a);
   const int shared_bytes = Config::shared_bytes(ceil_div(g.chunks, Config::kChunks));
   allow_shared_bytes(implicit_gemm_kernel<Config>, shared_bytes);
-  const unsigned int blocks = checked_grid(pixel_tiles * channel_tiles, "implicit_gemm");
+  const unsigned int blocks = checked_grid(pixel_tiles * g.by_channel_tiles.divisor, "implicit_gemm");
   launch_dependent<implicit_gemm_kernel<Config>>("implicit_gemm", blocks, Config::kThreads, shared_bytes, stream, g);
+}
+
+template <class Config>
+void launch_window(const ConvArgs& a, const GemmTile& tile, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  if (!fits_window(s, tile)) fail("implicit_gemm: no window of ", s.in_h, "x", s.in_w, " is possible");
+  const int64_t plane = (int64_t(s.in_h) + 1) * (s.in_w + 1);
+  const int64_t tiles = ceil_div<int64_t>(s.batch * plane, Config::kPixels);
+  check_offsets(a, Config::window_rows(s.in_w) / plane + 2, (tiles + 2) * Config::kPixels);
+  GemmArgs g = gemm_args<Config>(a);
+  g.by_out_w = FastDivide(s.in_w + 1);
+  g.by_out_h = FastDivide(s.in_h + 1);
+  const int shared_bytes = Config::shared_bytes(s.in_w, s.in_channels);
+  allow_shared_bytes(window_gemm_kernel<Config>, shared_bytes);
+  const unsigned int blocks = checked_grid(tiles * g.by_channel_tiles.divisor, "implicit_gemm");
+  launch_dependent<window_gemm_kernel<Config>>("implicit_gemm", blocks, Config::kThreads, shared_bytes, stream, g);
+}
+
+template <class T, size_t kIndex>
+void launch_tile(const ConvArgs& args, cudaStream_t stream) {
+  constexpr GemmTile kTile = kGemmTiles[kIndex];
+  if constexpr (kTile.half_only() && sizeof(T) != 2) {
+    fail("implicit_gemm: this tile is for half");
+  } else if constexpr (kTile.window) {
+    launch_window<WindowConfig<T, kTile>>(args, kTile, stream);
+  } else {
+    launch<GemmConfig<T, kTile>>(args, stream);
+  }
 }
 
 template <class T, size_t... kIndex>
 void choose(const ConvArgs& args, const GemmTile& tile, cudaStream_t stream, std::index_sequence<kIndex...>) {
-  const bool found =
-      ((tile == kGemmTiles[kIndex] && (launch<GemmConfig<T, kGemmTiles[kIndex]>>(args, stream), true)) || ...);
+  const bool found = ((tile == kGemmTiles[kIndex] && (launch_tile<T, kIndex>(args, stream), true)) || ...);
   if (!found) fail("implicit_gemm: no kernel for tile ", tile.pixels, "x", tile.channels, "x", tile.chunks);
 }
 
