@@ -58,7 +58,6 @@ namespace {
 
 constexpr int kTilePixels = 64;
 
-
 // Filter taps that share a pixel stage, and where that stage's pixels lie relative to the tile's first one.
 struct Plane {
   int16_t right, down;
@@ -1161,17 +1160,17 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
     const cuuint64_t row = bytes(x.w);
     if (parts > 1) {
       return tensor_map(kName, "x", type, a.x, {channels, pixels, c / channels, 1},
-                          {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
-                          {1, 1, 1, 1}, plan.row_bytes);
+                        {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
+                        {1, 1, 1, 1}, plan.row_bytes);
     }
     return tensor_map(kName, "x", type, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
-                        {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
+                      {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
   if (plan.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
     return tensor_map(kName, "x", type, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
-                        {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, plan.row_bytes);
+                      {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, plan.row_bytes);
   }
   using Encode = decltype(&cuTensorMapEncodeIm2col);
   static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeIm2col");
@@ -1180,8 +1179,8 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
   const int upper[2] = {s.pad_w - (s.kernel_w - 1) * s.dilation_w, s.pad_h - (s.kernel_h - 1) * s.dilation_h};
   const cuuint32_t step[4] = {1, step_w, step_h, 1};
   CUtensorMap map;
-  const CUresult status = encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels, kTilePixels,
-                                 step, CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
+  const CUresult status = encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels,
+                                 kTilePixels, step, CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check_tensor_map(status, kName, "x");
   return map;
@@ -1200,14 +1199,14 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int
                    filter = row * s.kernel_h;
   if (plan.mode == PixelMode::kRows && columns > 1) {  // blocks of channels in the place of columns
     return tensor_map(kName, "weight", type, a.weight, {block, k, c / block, 1},
-                        {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
-                        {1, 1, 1, 1}, plan.row_bytes);
+                      {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
+                      {1, 1, 1, 1}, plan.row_bytes);
   }
   // A box is counted in elements before striding.
   const auto extent = [](int count, int step) { return static_cast<cuuint32_t>((count - 1) * step + 1); };
   return tensor_map(kName, "weight", type, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
-                      {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
-                      {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, plan.row_bytes);
+                    {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
+                    {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, plan.row_bytes);
 }
 
 // Planes, groups and taps in the order in which the products run, and the maps of the weights.
@@ -1305,7 +1304,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   // Of y, or of the residual, which has its pixels: what a warp stores at once.
   const auto output_map = [&](const char* which, const void* data, int64_t pixel_stride) {
     constexpr cuuint32_t kBox = sm90_store_channels(kChannels, kBytes);
-    const auto pixel = static_cast<cuuint64_t>(pixel_stride) * kBytes, channels = static_cast<cuuint64_t>(s.out_channels);
+    const auto pixel = static_cast<cuuint64_t>(pixel_stride) * kBytes,
+               channels = static_cast<cuuint64_t>(s.out_channels);
     if (mode == PixelMode::kWindow) {
       const auto q = static_cast<cuuint64_t>(s.out_w), p = static_cast<cuuint64_t>(s.out_h);
       return tensor_map(kName, which, map_type(dtype), data, {channels, q, p, static_cast<cuuint64_t>(s.batch)},

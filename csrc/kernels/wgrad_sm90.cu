@@ -427,9 +427,9 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
     k.grad = tensor_map(kName, "grad_z", map_type(dtype), a.grad_z, {size(s.out_channels), pixels, 1, 1},
                         {grad_row, grad_row * pixels, grad_row * pixels}, {box(grad_channels), box(plan.pixels), 1, 1},
                         {1, 1, 1, 1}, plan.grad_row_bytes);
-    k.x =
-        tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), pixels, 1, 1}, {x_row, x_row * pixels, x_row * pixels},
-                   {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1}, plan.x_row_bytes);
+    k.x = tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), pixels, 1, 1},
+                     {x_row, x_row * pixels, x_row * pixels}, {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1},
+                     plan.x_row_bytes);
     k.grad_copies = plan.warpgroups;
     k.x_copies = ceil_div(plan.channels, x_channels);
     k.x_copy_bytes = plan.pixels * plan.x_row_bytes;
