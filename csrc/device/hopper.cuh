@@ -30,7 +30,6 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 __device__ __forceinline__ void barrier_init_fence() {
 #if YOLO12_HAS_WGMMA
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif
 }
 
@@ -266,28 +265,37 @@ __device__ __forceinline__ void wgmma_wait() {
 #define YOLO12_SUMS_16 YOLO12_SUMS_12, YOLO12_SUMS_AT(96), YOLO12_SUMS_AT(104), YOLO12_SUMS_AT(112), YOLO12_SUMS_AT(120)
 
 // groups: channels / 16; ia, ib: numbers of the operands behind the sums. Only 16-bit operands have the two last flags,
-// which would transpose them.
+// which transpose them.
 #define YOLO12_WGMMA(channels, groups, types, flags, ia, ib)                                                         \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #channels types " {" YOLO12_REGISTERS_##groups "}, %" ia ", %" ib \
                                                                                                   ", " flags ";\n"   \
                : YOLO12_SUMS_##groups                                                                                \
                : "l"(a), "l"(b))
 
-#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                                 \
-  if constexpr (kChannels == channels) {                                            \
-    if constexpr (std::is_same_v<T, __half>) {                                      \
-      YOLO12_WGMMA(channels, groups, "k16.f32.f16.f16", "1, 1, 1, 0, 0", ia, ib);   \
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                        \
-      YOLO12_WGMMA(channels, groups, "k16.f32.bf16.bf16", "1, 1, 1, 0, 0", ia, ib); \
-    } else {                                                                        \
-      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib);        \
-    }                                                                               \
+#define YOLO12_WGMMA_HALVES(channels, groups, types, ia, ib)        \
+  if constexpr (kTransposed) {                                      \
+    YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 1, 1", ia, ib); \
+  } else {                                                          \
+    YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 0, 0", ia, ib); \
+  }
+
+#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                          \
+  if constexpr (kChannels == channels) {                                     \
+    if constexpr (std::is_same_v<T, __half>) {                               \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.f16.f16", ia, ib)       \
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                 \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.bf16.bf16", ia, ib)     \
+    } else {                                                                 \
+      static_assert(!kTransposed, "wgmma transposes 16-bit operands only");  \
+      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib); \
+    }                                                                        \
   }
 
 // d = a * b + d: 64 pixels x kChannels over 32 bytes of input channels (16, or 8 as TF32), asynchronously, by the four
 // warps of a warpgroup. Both operands lie in shared memory, rows of input channels, as their descriptors say. Warp w holds
 // rows 16 w to 16 w + 15: lane l has elements (l / 4 + 8 h, 8 j + 2 (l % 4) + e) in d[4 j + 2 h + e].
-template <class T, int kChannels>
+// kTransposed: both operands lie as 16 rows of the reduction, as pixels do, and the channels inside (transposed_start()).
+template <class T, int kChannels, bool kTransposed = false>
 __device__ __forceinline__ void wgmma(float (&d)[kChannels / 2], uint64_t a, uint64_t b){
 #if YOLO12_HAS_WGMMA
     YOLO12_WGMMA_CASE(16, 1, "8", "9") YOLO12_WGMMA_CASE(32, 2, "16", "17") YOLO12_WGMMA_CASE(48, 3, "24", "25")
@@ -298,6 +306,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kChannels / 2], uint64_t a, uin
 }
 
 #undef YOLO12_WGMMA_CASE
+#undef YOLO12_WGMMA_HALVES
 #undef YOLO12_WGMMA
 #undef YOLO12_SUMS_AT
 
@@ -311,6 +320,13 @@ __device__ __forceinline__ uint32_t descriptor_layout(int row_bytes, int group_b
 __device__ __forceinline__ uint32_t descriptor_start(uint32_t address) { return 1u << 16 | address >> 4; }
 __device__ __forceinline__ uint64_t descriptor(uint32_t layout, uint32_t start) {
   return static_cast<uint64_t>(layout) << 32 | start;
+}
+
+// Lower half of the descriptor of a transposed operand: `block_bytes` lie between blocks of as many channels as a
+// swizzled row holds. Any multiple of 16: blocks may overlap, as the taps of a filter's row do, a pixel apart. The groups
+// of the upper half are of eight rows of the reduction.
+__device__ __forceinline__ uint32_t transposed_start(uint32_t address, int block_bytes) {
+  return static_cast<uint32_t>(block_bytes) >> 4 << 16 | address >> 4;
 }
 
 }  // namespace yolo12_fastconv

@@ -115,7 +115,7 @@ inline int sm90_exchange_bytes(const Sm90Plan& p) {
 
 // The parts of shared memory in the order in which they lie.
 struct Sm90Layout {
-  int pixels, output, exchange, affine, barriers, bytes;  // offsets; weights begin at 0
+  int pixels, output, exchange, affine, barriers, rings, bytes;  // offsets; weights begin at 0
 };
 inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   Sm90Layout l;
@@ -125,9 +125,10 @@ inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   l.exchange = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels, p.element_bytes) * p.element_bytes;
   l.affine = l.exchange + sm90_exchange_bytes(p);
   l.barriers = l.affine + p.channels * 8;
+  l.rings = l.barriers + 8 * (8 * p.workers + 1);  // behind two for each warp that computes, and one for the block
   // 1x1: as many as if each of its parts had a stage (see launch() of the kernel).
   const int weight_barriers = p.weight_stages * (p.mode == PixelMode::kRows ? sm90_group_taps(s, p) : 1);
-  l.bytes = std::max(kSm90LeastSharedBytes, l.barriers + 2 * 8 * (p.workers * p.pixel_stages + weight_barriers));
+  l.bytes = std::max(kSm90LeastSharedBytes, l.rings + 2 * 8 * (p.workers * p.pixel_stages + weight_barriers));
   return l;
 }
 

@@ -47,6 +47,7 @@
 #include "device/numeric.cuh"
 #include "device/sm90_plan.h"
 #include "device/tensor_core.cuh"
+#include "device/tensor_map.cuh"
 #include "device/tile_stats.h"
 
 // Without wgmma the kernel's body is empty, and the functions that it calls are left over.
@@ -72,7 +73,7 @@ struct TapGroup {
 constexpr int kMostWeightMaps = 4;
 
 struct KernelArgs {
-  CUtensorMap x, y;
+  CUtensorMap x, y, residual_map;
   CUtensorMap weight[kMostWeightMaps];
   Affine affine;
   Act act;
@@ -90,18 +91,21 @@ struct KernelArgs {
   bool resident, store_boxes;
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
+  // Tiles of a column, and what its workers need to take them in turn; of the first `longer_columns` one tile more.
+  int column_tiles, longer_columns, rounds, longer_rounds;
   int split, split_blocks;  // blocks of a cluster, and of the input channels that each has
   int lag_blocks;  // streamed: by so many blocks of channels a worker starts after the last
-  int offset_pixels, offset_output, offset_exchange, offset_affine, offset_barriers;
+  int offset_pixels, offset_output, offset_exchange, offset_affine, offset_barriers, offset_rings;
   int out_h, out_w, stride_h, stride_w, pad_h, pad_w;
   int64_t pixels;
   int tile_channels;
-  FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h, by_channel_tiles, by_columns, by_workers;
+  FastDivide by_tiles_w, by_tiles_h, by_out_w, by_out_h, by_channel_tiles;
   void* y_data;
   int64_t y_stride;
   const void* residual;
   int64_t residual_stride;
   bool residual_vectors;  // 16-byte loads are aligned
+  bool residual_boxes;  // and boxes of y are stored
   Plane plane[kSm90MaxTaps];
   TapGroup group[kSm90MaxTaps];
   int tap_offset[kSm90MaxTaps];  // where the rows that a tap reads begin in its pixel stage, in 16 bytes
@@ -113,7 +117,7 @@ constexpr int kMaxThreads = sm90_max_workers(kChannels) * 160 + 32;
 // First output pixel of a tile. n, p and q only where the mode needs them: not in rows.
 struct TilePosition {
   int n = 0, p = 0, q = 0;
-  int64_t pixel = 0;
+  int pixel = 0;  // not of a window
 };
 
 __device__ __forceinline__ TilePosition window_position(const KernelArgs& args, int tile) {
@@ -123,20 +127,19 @@ __device__ __forceinline__ TilePosition window_position(const KernelArgs& args, 
   args.by_tiles_h.divide(row, t.n, t.p);
   t.q *= 8;
   t.p *= 8;
-  t.pixel = (int64_t(t.n) * args.out_h + t.p) * args.out_w + t.q;
   return t;
 }
 
 __device__ __forceinline__ TilePosition row_position(int tile) {
   TilePosition t;
-  t.pixel = int64_t(tile) * kTilePixels;
+  t.pixel = tile * kTilePixels;
   return t;
 }
 
 __device__ __forceinline__ TilePosition taps_position(const KernelArgs& args, int tile) {
   TilePosition t = row_position(tile);
   int row;
-  args.by_out_w.divide(static_cast<int>(t.pixel), row, t.q);
+  args.by_out_w.divide(t.pixel, row, t.q);
   args.by_out_h.divide(row, t.n, t.p);
   return t;
 }
@@ -172,7 +175,7 @@ struct BlockWork {
 template <bool kSplit>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
-  int index = static_cast<int>(blockIdx.x), channel_tile, rest;
+  int index = static_cast<int>(blockIdx.x), channel_tile;
   work.rank = work.first_block = 0;
   work.blocks = args.blocks;
   if constexpr (kSplit) {
@@ -183,8 +186,9 @@ __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   }
   args.by_channel_tiles.divide(index, work.column, channel_tile);
   work.first_channel = channel_tile * args.tile_channels;
-  args.by_columns.divide(args.tiles - work.column + args.columns - 1, work.tiles, rest);
-  args.by_workers.divide(work.tiles + args.workers - 1, work.rounds, rest);
+  const bool longer = work.column < args.longer_columns;
+  work.tiles = args.column_tiles + longer;
+  work.rounds = longer ? args.longer_rounds : args.rounds;
   return work;
 }
 
@@ -194,11 +198,19 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
                                          : row_position(tile);
 }
 
+// All of the block: its barriers are set up. Called once by each warp, wherever it first uses one.
+__device__ __forceinline__ void wait_for_set_up() { asm volatile("bar.sync 0;" ::: "memory"); }
+
 // A warp per worker: fills the worker's ring of pixel stages, tile after tile. `leads`: 1 in one lane, 0 in the others.
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
-  bool waits = true;
+  bool first = true;
+  // In front of each copy instruction, so that all that leads to the first copy is done, and its code fetched, by then.
+  const auto wait_once = [&](uint32_t prepared) {
+    if (first) wait_for_earlier_kernels(prepared);
+    first = false;
+  };
   for (int i = worker; i < work.tiles; i += args.workers) {
     const TilePosition t = position_of(args, i * args.columns + work.column);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
@@ -207,25 +219,26 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
       const int channel = block * args.block_channels, column = block * args.block_columns;
 #pragma unroll 1
       for (int j = 0; j < args.planes; ++j) {
+        const Plane plane = args.plane[j];
+        if (first) wait_for_set_up();
         barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
-        const Plane plane = args.plane[j];
-        if (waits) {  // all that leads to the first copy is done by then
-          wait_for_earlier_kernels();
-          waits = false;
-        }
         if (args.mode == PixelMode::kWindow) {
-          load_box(leads, to, &args.x, filled, channel, left + plane.right, top + plane.down, t.n);
+          const int right = left + plane.right, down = top + plane.down;
+          wait_once(channel ^ right ^ down ^ t.n ^ to);
+          load_box(leads, to, &args.x, filled, channel, right, down, t.n);
         } else {
 #pragma unroll 1
           for (int copy = 0; copy < args.pixel_copies; ++copy) {
             const uint32_t part = to + copy * args.copy_bytes;
-            const int first = channel + copy * args.copy_channels;
+            const int from = channel + copy * args.copy_channels;
             if (args.mode == PixelMode::kTaps) {
-              load_pixels(leads, part, &args.x, filled, first, left, top, t.n, plane.right, plane.down);
+              wait_once(part ^ from ^ left ^ top ^ t.n ^ plane.right ^ plane.down);
+              load_pixels(leads, part, &args.x, filled, from, left, top, t.n, plane.right, plane.down);
             } else {
-              load_box(leads, part, &args.x, filled, first, static_cast<int>(t.pixel), column, 0);
+              wait_once(part ^ from ^ t.pixel ^ column);
+              load_box(leads, part, &args.x, filled, from, t.pixel, column, 0);
             }
           }
         }
@@ -234,33 +247,51 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
       if (++block == args.blocks) block = 0;
     }
   }
+  if (first) wait_for_set_up();  // a worker without tiles
 }
 
 // A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
-// tiles and for what the last worker lags behind the first.
+// tiles and for what the last worker lags behind the first. Calls `when_ahead` once, when it would wait for workers or has
+// nothing left to do.
+template <class Function>
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
-                                             const BlockWork& work) {
+                                             const BlockWork& work, Function&& when_ahead) {
   RingPosition at;
   const int steps = (args.resident ? 1 : work.rounds) * work.blocks + (args.workers - 1) * args.lag_blocks;
-  bool waits = true;
+  int ahead = min(ring.stages, steps * args.groups);  // copies until then
+  bool first = true;
   int block = work.first_block;
   for (int step = 0; step < steps; ++step) {
     for (int i = 0; i < args.groups; ++i) {
       const TapGroup group = args.group[i];
+      const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
+      if (first) wait_for_set_up();
       barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage);
       barrier_expect(leads, filled, group.taps * args.tap_bytes);
-      const int channel = block * args.block_channels + group.channel, column = block * args.block_columns + group.s;
-      if (waits) {
-        wait_for_earlier_kernels();
-        waits = false;
+      if (first) {
+        wait_for_earlier_kernels(channel ^ column ^ work.first_channel ^ group.r ^ group.map);
+        first = false;
       }
       load_box(leads, stages + at.stage * args.weight_stage_bytes, &args.weight[group.map], filled, channel,
                work.first_channel, column, group.r);
       at.advance(args.weight_stages);
+      if (--ahead == 0) when_ahead();
     }
     if (++block == args.blocks) block = 0;
   }
+}
+
+// Of two values each.
+template <class T>
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair pair[2];
+  memcpy(&pair[0], &a, 4);
+  memcpy(&pair[1], &b, 4);
+  pair[0] = __hadd2(pair[0], pair[1]);
+  memcpy(&a, &pair[0], 4);
+  return a;
 }
 
 template <class T>
@@ -462,6 +493,11 @@ class WarpMoments {
 
 struct NoMoments {};
 
+// Whether the copy engine may bring the residual, to where the results of a warp wait for their way to y: all that the
+// epilogue then does is to add. Not in float, where tiles of 96 and 192 channels spilled.
+template <class T, bool kStats>
+constexpr bool kResidualBoxes = sizeof(T) == 2 && !kStats;
+
 // What a warp does with its 16 pixels of a finished tile.
 template <class T, int kChannels, bool kStats>
 class TileWriter {
@@ -474,7 +510,21 @@ class TileWriter {
       : args_(args),
         affine_(reinterpret_cast<const float4*>(shared + args.offset_affine)),
         buffers_(shared + args.offset_output + threadIdx.x / 32 * 2 * kBufferBytes),
+        residual_barriers_(shared_address(shared) + args.offset_barriers + 16 * (threadIdx.x / 32)),
         first_channel_(first_channel) {}
+
+  // Asks for the residual of a part of the tile that is to be written next: into the buffer that its results replace, after
+  // the copy engine has read what was stored from there.
+  __device__ __forceinline__ void load_residual(const TilePosition& tile, int part) const {
+    if constexpr (kResidualBoxes<T, kStats>) {
+      if (args_.residual_boxes && threadIdx.x % 32 == 0) {
+        wait_stores_read<1>();
+        const uint32_t barrier = residual_barriers_ + 8 * (steps_ & 1);
+        barrier_expect(1, barrier, kBufferBytes);
+        move_box<true>(tile, part, buffers_ + (steps_ & 1) * kBufferBytes, barrier);
+      }
+    }
+  }
 
   // Scale, shift, activation, residual; then through shared memory to y.
   template <bool kSilu>
@@ -486,27 +536,29 @@ class TileWriter {
     for (int part = 0; part < kChannels / kStoreChannels; ++part) {
       const int channel = first_channel_ + part * kStoreChannels;
       if (channel < args_.out_channels) {
-        char* buffer = buffers_ + next_ * kBufferBytes;
-        next_ ^= 1;
-        if (lane == 0) wait_stores_read<1>();
-        __syncwarp();
-        if constexpr (sizeof(T) == 2) {
-          finish_halves<kSilu>(sum, part * kStoreChannels, lane, buffer);
+        char* buffer = buffers_ + (steps_ & 1) * kBufferBytes;
+        const uint32_t step = steps_++;
+        if (kResidualBoxes<T, kStats> && args_.residual_boxes) {
+          barrier_wait(residual_barriers_ + 8 * (step & 1), step >> 1 & 1);
+          if constexpr (kResidualBoxes<T, kStats>) finish_halves<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
         } else {
-          finish_floats<kSilu>(sum, part * kStoreChannels, lane, buffer);
-        }
-        if constexpr (!kStats) {
-          if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
+          if (lane == 0) wait_stores_read<1>();
+          __syncwarp();
+          if constexpr (sizeof(T) == 2) {
+            finish_halves<kSilu, false>(sum, part * kStoreChannels, lane, buffer);
+          } else {
+            finish_floats<kSilu>(sum, part * kStoreChannels, lane, buffer);
+          }
+          if constexpr (!kStats) {
+            if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
+          }
         }
         if (args_.store_boxes) {
           fence_for_copy_engine();
           __syncwarp();
-          if (lane == 0) {
-            if (args_.mode == PixelMode::kWindow) {
-              store_box(&args_.y, shared_address(buffer), channel, tile.q, tile.p + 2 * warp, tile.n);
-            } else {
-              store_box(&args_.y, shared_address(buffer), channel, static_cast<int>(tile.pixel) + 16 * warp, 0, 0);
-            }
+          if (lane == 0) move_box<false>(tile, part, buffer, 0);
+          if (part + 1 < kChannels / kStoreChannels && channel + kStoreChannels < args_.out_channels) {
+            load_residual(tile, part + 1);
           }
         } else {
           __syncwarp();
@@ -559,8 +611,22 @@ class TileWriter {
  private:
   static constexpr int kChunk = kLanesOf16Bytes<T>;
 
-  // kStoreChannels of the sums, from `first` on, into a buffer.
-  template <bool kSilu>
+  // The warp's pixels of a part, between a buffer and the residual (kLoad) or y. In one lane.
+  template <bool kLoad>
+  __device__ __forceinline__ void move_box(const TilePosition& tile, int part, char* buffer, uint32_t barrier) const {
+    const int warp = threadIdx.x / 32 % 4, channel = first_channel_ + part * kStoreChannels;
+    const bool window = args_.mode == PixelMode::kWindow;
+    const int c1 = window ? tile.q : tile.pixel + 16 * warp, c2 = window ? tile.p + 2 * warp : 0;
+    if constexpr (kLoad) {
+      load_box(1, shared_address(buffer), &args_.residual_map, barrier, channel, c1, c2, tile.n);
+    } else {
+      store_box(&args_.y, shared_address(buffer), channel, c1, c2, tile.n);
+    }
+  }
+
+  // kStoreChannels of the sums, from `first` on, into a buffer. kAdds: to the residual, which lies there. As in stock, the
+  // activated value is rounded before that.
+  template <bool kSilu, bool kAdds>
   __device__ __forceinline__ void finish_halves(const float (&sum)[kChannels / 2], int first, int lane,
                                                 char* buffer) const {
 #pragma unroll
@@ -581,7 +647,14 @@ class TileWriter {
           packed[2 * j + h] = pack_pair<T>(u, v);
         }
       }
-      store_matrices(shared_address(buffer) + offset(lane % 16, pair * 2 + lane / 16), packed);
+      const uint32_t at = shared_address(buffer) + offset(lane % 16, pair * 2 + lane / 16);
+      if constexpr (kAdds) {
+        uint32_t residual[4];
+        load_matrices(residual, at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) packed[i] = add_pairs<T>(packed[i], residual[i]);
+      }
+      store_matrices(at, packed);
     }
   }
 
@@ -626,11 +699,11 @@ class TileWriter {
       const int p = tile.p + 2 * warp + row / 8, q = tile.q + row % 8;
       return p < args_.out_h && q < args_.out_w ? (int64_t(tile.n) * args_.out_h + p) * args_.out_w + q : -1;
     }
-    const int64_t pixel = tile.pixel + 16 * warp + row;
+    const int64_t pixel = int64_t(tile.pixel) + 16 * warp + row;
     return pixel < args_.pixels ? pixel : -1;
   }
 
-  // As in stock, the activated value is rounded before the residual is added.
+  // Where no boxes of the residual are loaded.
   __device__ __forceinline__ void add_residual(char* buffer, const TilePosition& tile, int warp, int lane,
                                                int channel) const {
     constexpr int kRowChunks = kStoreChannels / kChunk;
@@ -681,8 +754,9 @@ class TileWriter {
   const KernelArgs& args_;
   const float4* affine_;  // {scale, shift} of two channels
   char* buffers_;
+  uint32_t residual_barriers_;  // one for each buffer
   int first_channel_;
-  int next_ = 0;
+  uint32_t steps_ = 0;  // parts written, each through the other buffer than the last
   [[no_unique_address]] std::conditional_t<kStats, WarpMoments<T, kChannels>, NoMoments> moments_;
 };
 
@@ -857,13 +931,17 @@ class Worker {
 };
 
 // Split reductions: the sums of a warp's 16 pixels go to the block of the cluster that finishes them, and are added in the
-// order of the blocks' ranks, its own first. Returns whether it is this block.
+// order of the blocks' ranks, its own first.
+__device__ __forceinline__ int owner_of_sums(const KernelArgs& args, int warp) {
+  return warp < args.split ? warp : warp - args.split;
+}
+
 template <int kChannels>
-__device__ __forceinline__ bool gather_sums(const KernelArgs& args, float (&sum)[kChannels / 2], const BlockWork& work,
+__device__ __forceinline__ void gather_sums(const KernelArgs& args, float (&sum)[kChannels / 2], const BlockWork& work,
                                             int worker, char* shared) {
   constexpr int kSumsBytes = 16 * kChannels * 4, kStep = 32 * 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, others = args.split - 1;
-  const int turn = warp >= args.split, owner = turn ? warp - args.split : warp;
+  const int turn = warp >= args.split, owner = owner_of_sums(args, warp);
   const int turns = args.split == 4 ? 1 : 2;  // warps of a worker that a block finishes, at most
   const int barrier = args.offset_exchange + (4 * worker + warp) * 8;
   int sums =
@@ -875,7 +953,7 @@ __device__ __forceinline__ bool gather_sums(const KernelArgs& args, float (&sum)
     const uint32_t filled = address_in_block(base + barrier, owner);
 #pragma unroll
     for (int i = 0; i < kChannels / 8; ++i) store_in_block(to + i * kStep, sum + 4 * i, filled);
-    return false;
+    return;
   }
   barrier_wait(shared_address(shared) + barrier, 0);
 #pragma unroll 1
@@ -890,15 +968,28 @@ __device__ __forceinline__ bool gather_sums(const KernelArgs& args, float (&sum)
     }
     sums += kSumsBytes;
   }
-  return true;
+}
+
+// Completes when scale and shift of the block's channels are in shared memory.
+__device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const char* shared) {
+  return shared_address(shared) + args.offset_rings - 8;
 }
 
 template <class T, int kChannels, bool kSplit, bool kStats>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels> worker, int index,
                                               const BlockWork& work, char* shared) {
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel);
+  const auto position_of_tile = [&](int i) {
+    const int tile = i * args.columns + work.column;
+    return args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+  };
   const int lag = index * args.lag_blocks;
   const int last = work.first_block + work.blocks, end = last == args.blocks ? 0 : last;  // split
+  const bool finishes = !kSplit || owner_of_sums(args, threadIdx.x / 32 % 4) == work.rank;
+  // Of the tile that is written next: where registers allow, known before its products are.
+  constexpr bool kPositionAhead = sizeof(T) == 2 && kChannels <= 128;
+  TilePosition position = position_of_tile(index);
+  if (finishes && index < work.tiles) writer.load_residual(position, 0);
   worker.skip(lag);
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
@@ -907,11 +998,10 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     } else {
       worker.template multiply_tile<true>(sum, kSplit ? work.first_block : lag, kSplit ? end : lag, true);
     }
-    bool finishes = true;
-    if constexpr (kSplit) finishes = gather_sums<kChannels>(args, sum, work, index, shared);
+    if (i == index) barrier_wait(affine_barrier(args, shared), 0);
+    if constexpr (kSplit) gather_sums<kChannels>(args, sum, work, index, shared);
     if (finishes) {
-      const int tile = i * args.columns + work.column;
-      const TilePosition position = args.mode == PixelMode::kWindow ? window_position(args, tile) : row_position(tile);
+      if constexpr (!kPositionAhead) position = position_of_tile(i);
       if (!kStats && args.act == Act::kSilu) {
         writer.template write<true>(sum, position);
       } else {
@@ -919,6 +1009,10 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
       }
     }
     if constexpr (kSplit) break;  // a tile per worker
+    if (i + args.workers < work.tiles) {
+      position = position_of_tile(i + args.workers);
+      writer.load_residual(position, 0);
+    }
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
   if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(work.blocks);
@@ -930,16 +1024,43 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   }
 }
 
-// Scale and shift of the block's channels into shared memory, by the warps that compute.
-template <class T, int kChannels>
-__device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shared, int first_channel) {
+// Whether the warp that copies weights folds the channels of the block: the warps that compute would have to wait for memory
+// before their first products. With more channels, several a lane, it takes longer than all products of a short
+// reduction: tiles of 80 and 128 channels were 0.6 us slower.
+constexpr bool folds_beside_products(int channels) { return channels <= 64; }
+
+// Scale and shift of the block's channels into shared memory, by `threads` threads, of which `thread` is one. A thread has
+// the values of kTogether channels on their way at once.
+template <class T, int kChannels, int kTogether>
+__device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shared, int first_channel, int thread,
+                                              int threads) {
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
-  const int threads = 128 * args.workers;
-  for (int c = threadIdx.x; c < kChannels; c += threads) {
-    const bool halved = args.act == Act::kSilu && sizeof(T) == 2;  // for silu_of_half
-    affine[c] = fold_for_epilogue(args.affine, first_channel + c, args.out_channels, halved);
+  const bool halved = args.act == Act::kSilu && sizeof(T) == 2;  // for silu_of_half
+#pragma unroll 1
+  for (int c = thread; c < kChannels; c += threads * kTogether) {
+    ChannelBits bits[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      bits[i] = load_for_epilogue(args.affine, first_channel + c + threads * i, args.out_channels);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int channel = c + threads * i;
+      if (channel < kChannels) {
+        affine[channel] = fold_for_epilogue(args.affine, bits[i], first_channel + channel, args.out_channels, halved);
+      }
+    }
   }
-  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(affine_barrier(args, shared));
+}
+
+// The barriers of a ring, of whose stages `readers` warps let go.
+__device__ __forceinline__ void set_up(Ring ring, int readers) {
+  for (int i = 0; i < ring.stages; ++i) {
+    barrier_init(ring.filled(i), 1);
+    barrier_init(ring.emptied(i), readers);
+  }
 }
 
 // kSplit: a kernel of its own, since what it adds takes the descriptors of the other's loops out of uniform registers,
@@ -952,41 +1073,40 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const BlockWork work = work_of_block<kSplit>(args);
-
-  const Ring weight_ring = {base + args.offset_barriers, args.weight_stages};
-  const auto pixel_ring = [&](int worker) {
-    return Ring{base + args.offset_barriers + 16 * (args.weight_stages + worker * args.pixel_stages),
-                args.pixel_stages};
-  };
   let_later_kernels_start();
-  if (threadIdx.x == 0) {
-    if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
-    prefetch_tensor_map(&args.x);
-    prefetch_tensor_map(&args.weight[0]);
-    prefetch_tensor_map(&args.y);
-  }
-  // The copy engine arrives once at filled stages; of each worker that has read one, its four warps do. The warp that
-  // fills a ring sets it up, in one thread: barriers are addressed through uniform registers, so 32 lanes take longer.
-  if (warp >= 4 * args.workers && lane == 0) {
-    const int worker = warp - 4 * args.workers;
-    const bool weights = worker == args.workers;
-    const Ring ring = weights ? weight_ring : pixel_ring(worker);
-    for (int i = 0; i < ring.stages; ++i) {
-      barrier_init(ring.filled(i), 1);
-      barrier_init(ring.emptied(i), weights ? 4 * args.workers : 4);
-    }
-    if (kSplit && !weights) {
+  const Ring weight_ring = {base + args.offset_rings, args.weight_stages};
+  const auto pixel_ring = [&](int worker) {
+    return Ring{base + args.offset_rings + 16 * (args.weight_stages + worker * args.pixel_stages), args.pixel_stages};
+  };
+  // By the warps that have nothing else to do until the first stages are there: meanwhile those that copy compute where
+  // from. A ring is set up by one thread: barriers are addressed through uniform registers, so 32 lanes take longer. The
+  // copy engine arrives once at filled stages; of each worker that has read one, its four warps do.
+  if (warp < 4 * args.workers && lane == 0) {
+    const int worker = warp / 4, part = warp % 4;
+    if (part == 0) {
+      if (warp == 0) prefetch_tensor_map(&args.x);
+      set_up(pixel_ring(worker), 4);
+    } else if (part == 1 && worker == 0) {
+      prefetch_tensor_map(&args.weight[0]);
+      set_up(weight_ring, 4 * args.workers);
+      // affine_barrier()
+      barrier_init(base + args.offset_rings - 8, folds_beside_products(kChannels) ? 1 : 4 * args.workers);
+    } else if (part == 2 && worker == 0) {
+      if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
+      prefetch_tensor_map(&args.y);
+    } else if (kSplit && part == 3) {
       for (int i = 0; i < 4; ++i) {
         const uint32_t sums = base + args.offset_exchange + (4 * worker + i) * 8;
         barrier_init(sums, 1);
         barrier_expect(1, sums, (args.split - 1) * 16 * kChannels * 4);
       }
     }
+    if (kResidualBoxes<T, kStats> && args.residual_boxes) {
+      for (int i = 0; i < 2; ++i) barrier_init(base + args.offset_barriers + 16 * warp + 8 * i, 1);
+    }
     barrier_init_fence();
   }
-  __syncthreads();
-  if constexpr (kSplit) cluster_arrive();
+  const BlockWork work = work_of_block<kSplit>(args);
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -994,18 +1114,27 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   };
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
+    wait_for_set_up();
+    if constexpr (kSplit) cluster_arrive();
     wait_for_earlier_kernels();
-    // While the first stages are on their way.
-    fold_channels<T, kChannels>(args, shared, work.first_channel);
+    if constexpr (!folds_beside_products(kChannels)) {
+      fold_channels<T, kChannels, 1>(args, shared, work.first_channel, threadIdx.x, 128 * args.workers);
+    }
     if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
     compute_tiles<T, kChannels, kSplit, kStats>(
         args, Worker<T, kChannels>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), worker, work,
         shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
+    if constexpr (kSplit) cluster_arrive();
     load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
   } else {
-    load_weights(args, leads, weight_ring, base, work);
+    if constexpr (kSplit) cluster_arrive();
+    load_weights(args, leads, weight_ring, base, work, [&] {
+      if constexpr (folds_beside_products(kChannels)) {
+        fold_channels<T, kChannels, ceil_div(kChannels, 32)>(args, shared, work.first_channel, lane, 32);
+      }
+    });
   }
   if (kSplit && warp >= 4 * args.workers) cluster_wait();
 #endif
@@ -1013,60 +1142,13 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
 
 // ---- host -----------------------------------------------------------------------------------------------------------
 
-// cuTensorMapEncode* live in the driver's library, which is not linked.
-template <class Function>
-Function driver_function(const char* name) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
-  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
-    fail("implicit_gemm_sm90: the driver has no ", name, "; update it, or set YOLO12_FASTCONV_TARGET=sm80");
-  }
-  return reinterpret_cast<Function>(address);
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-using EncodeIm2col = decltype(&cuTensorMapEncodeIm2col);
-
-void check_map(CUresult status, const char* which) {
-  if (status != CUDA_SUCCESS)
-    fail("implicit_gemm_sm90: tensor map of ", which, ": driver error ", static_cast<int>(status));
-}
-
-// Of y.
-CUtensorMapDataType map_type(DType dtype) {
-  return dtype == DType::kFloat16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-         : dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-}
+constexpr const char* kName = "implicit_gemm_sm90";
 
 // Of x and the weights. wgmma drops the low 13 bits of a float, which would double the error and make all products too
 // small. With this type the copy engine rounds what it loads to the nearest TF32, ties to even (infinities and NaN stay),
 // as CUTLASS's and Triton's TF32 kernels rely on; it costs nothing.
 CUtensorMapDataType operand_type(DType dtype) {
   return dtype == DType::kFloat32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : map_type(dtype);
-}
-
-CUtensorMapSwizzle map_swizzle(int row_bytes) {
-  switch (row_bytes) {
-    case 128: return CU_TENSOR_MAP_SWIZZLE_128B;
-    case 64: return CU_TENSOR_MAP_SWIZZLE_64B;
-    case 32: return CU_TENSOR_MAP_SWIZZLE_32B;
-    default: return CU_TENSOR_MAP_SWIZZLE_NONE;
-  }
-}
-
-template <int kRank>
-CUtensorMap tiled_map(const char* which, CUtensorMapDataType type, const void* data, const cuuint64_t (&size)[kRank],
-                      const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
-                      const cuuint32_t (&step)[kRank], CUtensorMapSwizzle swizzle) {
-  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
-  CUtensorMap map;
-  check_map(
-      encode(&map, type, kRank, const_cast<void*>(data), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-      which);
-  return map;
 }
 
 // Strides of a tensor whose sizes of one get the stride that a dense tensor would have.
@@ -1082,7 +1164,6 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
   const CUtensorMapDataType type = operand_type(dtype);
   const auto bytes = [&](int64_t elements) { return static_cast<cuuint64_t>(elements * plan.element_bytes); };
   const auto channels = static_cast<cuuint32_t>(plan.row_bytes / plan.element_bytes);
-  const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   const auto c = static_cast<cuuint64_t>(s.in_channels), w = static_cast<cuuint64_t>(s.in_w),
              h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
   if (plan.mode == PixelMode::kRows) {
@@ -1090,29 +1171,30 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
     const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan));
     const cuuint64_t row = bytes(x.w);
     if (parts > 1) {
-      return tiled_map<4>("x", type, a.x, {channels, pixels, c / channels, 1},
-                          {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
-                          {1, 1, 1, 1}, swizzle);
+      return tensor_map(kName, "x", type, a.x, {channels, pixels, c / channels, 1},
+                        {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
+                        {1, 1, 1, 1}, plan.row_bytes);
     }
-    return tiled_map<4>("x", type, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
-                        {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, swizzle);
+    return tensor_map(kName, "x", type, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
+                      {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
   if (plan.mode == PixelMode::kWindow) {
     const Sm90Window window = sm90_window(s);
-    return tiled_map<4>("x", type, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
-                        {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, swizzle);
+    return tensor_map(kName, "x", type, a.x, {c, w, h, n}, {bytes(x.w), bytes(x.h), bytes(x.n)},
+                      {channels, window.w * step_w, window.h * step_h, 1}, {1, step_w, step_h, 1}, plan.row_bytes);
   }
-  static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
+  using Encode = decltype(&cuTensorMapEncodeIm2col);
+  static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeIm2col");
   const cuuint64_t size[4] = {c, w, h, n}, stride[3] = {bytes(x.w), bytes(x.h), bytes(x.n)};
   const int lower[2] = {-s.pad_w, -s.pad_h};
   const int upper[2] = {s.pad_w - (s.kernel_w - 1) * s.dilation_w, s.pad_h - (s.kernel_h - 1) * s.dilation_h};
   const cuuint32_t step[4] = {1, step_w, step_h, 1};
   CUtensorMap map;
-  check_map(encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels, kTilePixels, step,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-            "x");
+  const CUresult status = encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels,
+                                 kTilePixels, step, CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check_tensor_map(status, kName, "x");
   return map;
 }
 
@@ -1127,17 +1209,16 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, int
              channels = static_cast<cuuint32_t>(plan.channels);
   const cuuint64_t tap = round_up(s.in_channels, 16 / plan.element_bytes) * plan.element_bytes, row = tap * s.kernel_w,
                    filter = row * s.kernel_h;
-  const CUtensorMapSwizzle swizzle = map_swizzle(plan.row_bytes);
   if (plan.mode == PixelMode::kRows && columns > 1) {  // blocks of channels in the place of columns
-    return tiled_map<4>("weight", type, a.weight, {block, k, c / block, 1},
-                        {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
-                        {1, 1, 1, 1}, swizzle);
+    return tensor_map(kName, "weight", type, a.weight, {block, k, c / block, 1},
+                      {filter, cuuint64_t(plan.row_bytes), filter}, {block, channels, cuuint32_t(columns), 1},
+                      {1, 1, 1, 1}, plan.row_bytes);
   }
   // A box is counted in elements before striding.
   const auto extent = [](int count, int step) { return static_cast<cuuint32_t>((count - 1) * step + 1); };
-  return tiled_map<4>("weight", type, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
-                      {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
-                      {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, swizzle);
+  return tensor_map(kName, "weight", type, a.weight, {c, k, cuuint64_t(s.kernel_w), cuuint64_t(s.kernel_h)},
+                    {filter, tap, row}, {block, channels, extent(columns, step_w), extent(rows, step_h)},
+                    {1, 1, cuuint32_t(step_w), cuuint32_t(step_h)}, plan.row_bytes);
 }
 
 // Planes, groups and taps in the order in which the products run, and the maps of the weights.
@@ -1232,22 +1313,24 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   const int aligned = s.out_channels | static_cast<int>(a.y_stride % 4) |
                       static_cast<int>(reinterpret_cast<uintptr_t>(a.y) / kBytes % 4);
   k.store_lanes = aligned % 4 == 0 ? 4 : aligned % 2 == 0 ? 2 : 1;
-  if (k.store_boxes) {
+  // Of y, or of the residual, which has its pixels: what a warp stores at once.
+  const auto output_map = [&](const char* which, const void* data, int64_t pixel_stride) {
     constexpr cuuint32_t kBox = sm90_store_channels(kChannels, kBytes);
-    const auto pixel = static_cast<cuuint64_t>(a.y_stride) * kBytes, channels = static_cast<cuuint64_t>(s.out_channels);
-    const auto swizzle = map_swizzle(kBox * kBytes);
+    const auto pixel = static_cast<cuuint64_t>(pixel_stride) * kBytes,
+               channels = static_cast<cuuint64_t>(s.out_channels);
     if (mode == PixelMode::kWindow) {
       const auto q = static_cast<cuuint64_t>(s.out_w), p = static_cast<cuuint64_t>(s.out_h);
-      k.y = tiled_map<4>("y", map_type(dtype), a.y, {channels, q, p, static_cast<cuuint64_t>(s.batch)},
-                         {pixel, pixel * q, pixel * q * p}, {kBox, 8, 2, 1}, {1, 1, 1, 1}, swizzle);
-    } else {
-      const auto pixels = static_cast<cuuint64_t>(s.out_pixels());
-      k.y = tiled_map<4>("y", map_type(dtype), a.y, {channels, pixels, 1, 1}, {pixel, pixel * pixels, pixel * pixels},
-                         {kBox, 16, 1, 1}, {1, 1, 1, 1}, swizzle);
+      return tensor_map(kName, which, map_type(dtype), data, {channels, q, p, static_cast<cuuint64_t>(s.batch)},
+                        {pixel, pixel * q, pixel * q * p}, {kBox, 8, 2, 1}, {1, 1, 1, 1}, kBox * kBytes);
     }
-  } else {
-    k.y = k.weight[0];  // prefetched, not used
-  }
+    const auto pixels = static_cast<cuuint64_t>(s.out_pixels());
+    return tensor_map(kName, which, map_type(dtype), data, {channels, pixels, 1, 1},
+                      {pixel, pixel * pixels, pixel * pixels}, {kBox, 16, 1, 1}, {1, 1, 1, 1}, kBox * kBytes);
+  };
+  k.y = k.store_boxes ? output_map("y", a.y, a.y_stride) : k.weight[0];  // else prefetched, not used
+  k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
+  k.residual_boxes = kResidualBoxes<T, kStats> && k.store_boxes && a.residual != nullptr && k.residual_vectors;
+  if (k.residual_boxes) k.residual_map = output_map("residual", a.residual, a.residual_strides.w);
   k.affine = a.affine;
   k.act = a.act;
   k.stats = stats;
@@ -1283,12 +1366,17 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.split = plan.split;
   k.split_blocks = sm90_split_blocks(s, plan);
   k.columns = plan.split > 1 ? ceil_div(k.tiles, plan.workers) : blocks_of_channel_tile(s, plan);
+  k.column_tiles = k.tiles / k.columns;
+  k.longer_columns = k.tiles % k.columns;
+  k.rounds = ceil_div(k.column_tiles, plan.workers);
+  k.longer_rounds = ceil_div(k.column_tiles + 1, plan.workers);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
   k.offset_exchange = layout.exchange;
   k.offset_affine = layout.affine;
   k.offset_barriers = layout.barriers;
+  k.offset_rings = layout.rings;
   k.out_h = s.out_h;
   k.out_w = s.out_w;
   k.stride_h = s.stride_h;
@@ -1297,8 +1385,6 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.pad_w = s.pad_w;
   k.pixels = s.out_pixels();
   k.by_channel_tiles = FastDivide(channel_tiles);
-  k.by_columns = FastDivide(k.columns);
-  k.by_workers = FastDivide(plan.workers);
   k.by_tiles_w = FastDivide(tiles_w);
   k.by_tiles_h = FastDivide(tiles_h);
   k.by_out_w = FastDivide(s.out_w);
@@ -1307,18 +1393,17 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.y_stride = a.y_stride;
   k.residual = a.residual;
   k.residual_stride = a.residual_strides.w;
-  k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
 
-  const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, "implicit_gemm_sm90");
+  const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, kName);
   const auto start = [&]<bool kSplit>(std::bool_constant<kSplit>) {
     constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats>;
     // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
     allow_shared_bytes(kKernel, layout.bytes);
-    launch_clusters<kKernel>("implicit_gemm_sm90", plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+    launch_clusters<kKernel>(kName, plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
   };
   if (plan.split == 1) return start(std::false_type());
   if constexpr (!kStats && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
-  fail("implicit_gemm_sm90: no kernel splits tiles of ", kChannels, " channels");
+  fail(kName, ": no kernel splits tiles of ", kChannels, " channels");
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
@@ -1345,12 +1430,12 @@ void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileS
       default: break;
     }
   }
-  fail("implicit_gemm_sm90: this build has no kernel for tiles of ", plan.channels, " channels");
+  fail(kName, ": this build has no kernel for tiles of ", plan.channels, " channels");
 }
 
 template <bool kStats>
 void run(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
-  if (args.shape.groups != 1) fail("implicit_gemm_sm90: groups=", args.shape.groups, ", only 1 is dense");
+  if (args.shape.groups != 1) fail(kName, ": groups=", args.shape.groups, ", only 1 is dense");
   switch (dtype) {
     case DType::kFloat16: return choose<__half, kStats>(args, dtype, plan, stats, stream);
     case DType::kBFloat16: return choose<__nv_bfloat16, kStats>(args, dtype, plan, stats, stream);
@@ -1359,7 +1444,7 @@ void run(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStat
       break;
     default: break;
   }
-  fail("implicit_gemm_sm90: no kernel for ", name_of(dtype));
+  fail(kName, ": no kernel for ", name_of(dtype));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 
 #include "device/dependent_launch.cuh"
 #include "device/gradient_kernels.h"
-#include "device/hopper_transposed.cuh"
+#include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
@@ -186,11 +186,11 @@ class Worker {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           if constexpr (kSplit) {
-            wgmma_transposed<T, kWidth / 3 * 2>(sums.outer, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
-            wgmma_transposed<T, kWidth / 3>(sums.inner, descriptor(grad_layout_, grad), descriptor(x_layout_, inner));
+            wgmma<T, kWidth / 3 * 2, true>(sums.outer, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
+            wgmma<T, kWidth / 3, true>(sums.inner, descriptor(grad_layout_, grad), descriptor(x_layout_, inner));
             inner += args_.x_step;
           } else {
-            wgmma_transposed<T, kWidth>(sums.all, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
+            wgmma<T, kWidth, true>(sums.all, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
           }
           grad += args_.grad_step;
           x += args_.x_step;
@@ -405,11 +405,11 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
   if (plan.window) {
     const auto step = box(s.stride_w);
     const WgradWindow window = wgrad_window(s, plan);
-    k.grad = tensor_map(kName, "grad_z", dtype, a.grad_z,
+    k.grad = tensor_map(kName, "grad_z", map_type(dtype), a.grad_z,
                         {size(s.out_channels), size(s.out_w), size(s.out_h), size(s.batch)},
                         {grad_row, grad_row * s.out_w, grad_row * s.out_w * s.out_h},
                         {box(grad_channels), 8, box(tile_rows), 1}, {1, 1, 1, 1}, plan.grad_row_bytes);
-    k.x = tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), size(s.in_w), size(s.in_h), size(s.batch)},
+    k.x = tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), size(s.in_w), size(s.in_h), size(s.batch)},
                      {bytes(x.w), bytes(x.h), bytes(x.n)},
                      {box(x_channels), box(window.w) * step, box(window.h) * step, 1}, {1, step, step, 1},
                      plan.x_row_bytes);
@@ -424,12 +424,12 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
     const auto pixels = size(s.out_pixels());
     // From whichever dimension has more than one pixel: the others' strides mean nothing.
     const cuuint64_t x_row = bytes(s.in_w > 1 ? x.w : s.in_h > 1 ? x.h : x.n);
-    k.grad = tensor_map(kName, "grad_z", dtype, a.grad_z, {size(s.out_channels), pixels, 1, 1},
+    k.grad = tensor_map(kName, "grad_z", map_type(dtype), a.grad_z, {size(s.out_channels), pixels, 1, 1},
                         {grad_row, grad_row * pixels, grad_row * pixels}, {box(grad_channels), box(plan.pixels), 1, 1},
                         {1, 1, 1, 1}, plan.grad_row_bytes);
-    k.x =
-        tensor_map(kName, "x", dtype, a.x, {size(s.in_channels), pixels, 1, 1}, {x_row, x_row * pixels, x_row * pixels},
-                   {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1}, plan.x_row_bytes);
+    k.x = tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), pixels, 1, 1},
+                     {x_row, x_row * pixels, x_row * pixels}, {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1},
+                     plan.x_row_bytes);
     k.grad_copies = plan.warpgroups;
     k.x_copies = ceil_div(plan.channels, x_channels);
     k.x_copy_bytes = plan.pixels * plan.x_row_bytes;
