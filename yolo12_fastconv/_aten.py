@@ -311,22 +311,67 @@ def conv_bn_act_train_backward(
     add_to_grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_added(add_to_grad_x, x)
-    with _without_autocast(x.device):
+    mask = [any(output_mask[:3]), output_mask[3], output_mask[4]]
+    grad_z, grad_gamma, grad_beta = bn_act_backward(
+        grad_y, z, mean, var, bn_weight, bn_bias, eps, act, mask
+    )
+    grads = conv_backward(
+        grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, allow_tf32, output_mask[:3], cast_weight,
+        add_to_grad_x,
+    )  # fmt: skip
+    return *grads, _or_empty(grad_gamma, output_mask[3], x), _or_empty(grad_beta, output_mask[4], x)
+
+
+def bn_act_backward(
+    grad_y: Tensor,
+    z: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    act: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _without_autocast(z.device):
         gamma, beta = _cast(bn_weight, mean.dtype), _cast(bn_bias, mean.dtype)
         grad_u = grad_y
         if act == SILU:
             u = aten.native_batch_norm(z, gamma, beta, mean, var, False, 0.0, eps)[0]
             grad_u = aten.silu_backward(grad_y, u)
-        mask = [any(output_mask[:3]), output_mask[3], output_mask[4]]
         grad_z, grad_gamma, grad_beta = aten.native_batch_norm_backward(
-            grad_u, z, gamma, None, None, mean, torch.rsqrt(var + eps), True, eps, mask
+            grad_u, z, gamma, None, None, mean, torch.rsqrt(var + eps), True, eps, output_mask
         )
+        if output_mask[0]:
+            grad_z = grad_z if grad_z.stride() == z.stride() else torch.empty_like(z).copy_(grad_z)
+        mask = [True, True, True, *output_mask[1:]]
+        grads = _bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, mask, z)
+        return _or_empty(grad_z, output_mask[0], z), *grads
+
+
+def conv_backward(
+    grad_z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    output_mask: list[bool],
+    cast_weight: Tensor | None = None,
+    add_to_grad_x: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_added(add_to_grad_x, x)
+    with _without_autocast(x.device):
         grads = _conv_grads(
             grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, output_mask, cast_weight
         )
         if add_to_grad_x is not None and output_mask[0]:
             grads[0].add_(add_to_grad_x)
-        return *grads, *_bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, output_mask, x)
+        return grads
 
 
 def _cast(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, _recompute, reference
+from yolo12_fastconv import _aten_maps, _recompute, _side_stream, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -27,6 +27,8 @@ _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
 _TRAIN_ARGUMENTS = 14
 _OUT = 18
 _ACT = 11  # of conv_bn_act_train
+_GEOMETRY_ACT = 4  # of what follows the residual: stride, padding, dilation, groups, act, dtype, allow_tf32
+_IDENTITY = reference.ACTIVATIONS["identity"]
 
 
 def call_op(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,6 +133,14 @@ def alias(out: Tensor) -> Tensor:
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _once_differentiable(_ops.conv_bn_act_backward.default, arguments)
+
+
+def bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.bn_act_backward.default, arguments)
+
+
+def conv_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.conv_backward.default, arguments)
 
 
 def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -322,6 +332,15 @@ class _Inference(torch.autograd.Function):
                 )
 
             grads = _differentiable_grads(inputs, wanted, grad_y, forward)
+        elif (
+            mean is None
+            and ctx.geometry[_GEOMETRY_ACT] == _IDENTITY
+            and (branches := _branches(ctx, inputs[1], inputs[2])) is not None
+        ):
+            # Of a level's part of a larger gradient both branches would make a copy.
+            if not grad_y.is_contiguous(memory_format=torch.channels_last):
+                grad_y = call_op(_ops.concat_channels.default, [grad_y], [1], grad_y.dtype)
+            grads = [*_conv_backward(branches, grad_y, *inputs[:3], ctx.geometry, wanted), None, None]
         else:
             out = call_op(
                 _ops.conv_bn_act_backward.default, grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
@@ -400,10 +419,21 @@ def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -
         return (passed, *(None,) * (len(ctx.needs_input_grad) - 1))
     x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
     eps, geometry, again = ctx.call
-    if again is not None:
-        x = _recompute.again(_bn_act, tuple(source), *again)
     wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
-    if torch.is_grad_enabled():  # create_graph=True
+    branches = _branches(ctx, weight, bias)
+    if again is not None and (branches is None or not _side_stream.RECOMPUTE):
+        x = _recompute.again(_bn_act, tuple(source), *again)
+    if branches is not None:
+        grad_z, *others = call_op(
+            _ops.bn_act_backward.default, grad_y, z, mean, var, bn_weight, bn_bias, eps, geometry[_GEOMETRY_ACT],
+            (True, *wanted[3:]),
+        )  # fmt: skip
+        recompute = None if again is None or not _side_stream.RECOMPUTE else (tuple(source), again)
+        grads = _conv_backward(
+            branches, grad_z, x, weight, bias, geometry, wanted, recompute, cast_weight, passed
+        )
+        grads += _asked_for(tuple(others), wanted[3:])
+    elif torch.is_grad_enabled():  # create_graph=True
 
         def forward(x, weight, bias, bn_weight, bn_bias):
             return reference.conv_bn_act_train(
@@ -420,6 +450,58 @@ def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -
         )  # fmt: skip
         grads = _asked_for(out, wanted)
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
+
+
+def _branches(ctx: Any, weight: Tensor, bias: Tensor | None) -> _side_stream.Branches | None:
+    """Where the gradients of weight and bias can be computed beside the others: only while a backward is captured."""
+    if not ctx.needs_input_grad[1] or torch.is_grad_enabled():
+        return None
+    branches = _side_stream.current()
+    if branches is None or not branches.takes(weight, bias if ctx.needs_input_grad[2] else None):
+        return None
+    return branches
+
+
+def _conv_backward(
+    branches: _side_stream.Branches,
+    grad_z: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: tuple[Any, ...],
+    wanted: tuple[bool, ...],
+    recompute: tuple[tuple[Tensor | None, ...], Any] | None = None,
+    cast_weight: Tensor | None = None,
+    passed: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Gradients of x, weight and bias, the latter two in a branch. Bit for bit those of the ops that find all at once.
+
+    `recompute`: what `x` is made of, where it was not kept. The gradient of `x` reads nothing of `x` but its form, and
+    that is also the form of the `z` that it is made of.
+    """
+    *form, groups, _act, dtype, tf32 = geometry
+    convolution = (*form, groups, dtype, tf32)
+
+    def weight_gradient() -> tuple[Tensor, ...]:
+        read = x if recompute is None else _recompute.again(_bn_act, recompute[0], *recompute[1])
+        return call_op(
+            _ops.conv_backward.default, grad_z, read, weight, bias, *convolution, (False, *wanted[1:3]), cast_weight
+        )  # fmt: skip
+
+    def beside() -> tuple[Tensor, ...]:
+        return branches.run(weight_gradient, held=(grad_z, x, weight, bias, cast_weight, recompute))
+
+    if _side_stream.WEIGHT_FIRST:
+        _, *grads = beside()
+    grad_x = None
+    if wanted[0]:
+        grad_x, _, _ = call_op(
+            _ops.conv_backward.default, grad_z, x if recompute is None else recompute[0][0], weight, bias,
+            *convolution, (True, False, False), cast_weight, passed,
+        )  # fmt: skip
+    if not _side_stream.WEIGHT_FIRST:
+        _, *grads = beside()
+    return [grad_x, *_asked_for(tuple(grads), wanted[1:3])]
 
 
 def _bn_act(*arguments: Any) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yolo12_fastconv import _side_stream
+
 __all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "unfilled_memory"]
 
 MAX_GRAPHS = 8
@@ -73,7 +75,11 @@ class CudaBackend:
         if self.device != x.device:
             self.device = x.device
             self.done = torch.cuda.Event()
-            self.side = torch.cuda.Stream(x.device)
+            first, other = _side_stream.PRIORITIES
+            self.side = torch.cuda.Stream(x.device, priority=first)
+            self.branches = [
+                torch.cuda.Stream(x.device, priority=other) for _ in range(_side_stream.STREAMS)
+            ]
         self.done.wait()
 
     def end(self) -> None:
@@ -129,9 +135,14 @@ class CudaBackend:
         before = torch.cuda.memory_reserved()
         with self._side_stream(), unfilled_memory():
             static = [torch.empty_like(grad) for grad in grads]
-            graph, found = self._record(
-                forward.pool, lambda: torch.autograd.grad(outputs, sources, static, allow_unused=True)
-            )
+
+            def backward() -> tuple[Tensor | None, ...]:
+                streams = _side_stream.CudaStreams(self.side, self.branches)
+                leaves = _side_stream.private_leaves(outputs)
+                with _side_stream.beside(_side_stream.Branches(streams, leaves)):
+                    return torch.autograd.grad(outputs, sources, static, allow_unused=True)
+
+            graph, found = self._record(forward.pool, backward)
         forward.pool.bytes += torch.cuda.memory_reserved() - before
         return BackwardRecording(static, list(found), graph)
 

@@ -96,6 +96,17 @@ SCHEMAS = {
     ),
     # The y of conv_bn_act_train, from its other outputs.
     "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
+    # The two halves of conv_bn_act_train_backward: to the gradient of z, and from there to those of the convolution,
+    # of which the gradient of x reads of x nothing but its size, strides and dtype.
+    "bn_act_backward": (
+        f"(Tensor grad_y, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act, bool[3] output_mask)"
+        " -> (Tensor grad_z, Tensor grad_bn_weight, Tensor grad_bn_bias)"
+    ),
+    "conv_backward": (
+        "(Tensor grad_z, Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation,"
+        " SymInt groups, ScalarType dtype, bool allow_tf32, bool[3] output_mask, Tensor? cast_weight=None,"
+        " Tensor? add_to_grad_x=None) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+    ),
     "update_running_stats_": (
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
         " float? momentum, SymInt count) -> ()"
@@ -653,7 +664,10 @@ def _(
 
 
 def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
-    likes = (x, weight, bias, bn_weight, bn_bias)
+    return _fake_grads_of(x, weight, (x, weight, bias, bn_weight, bn_bias), output_mask)
+
+
+def _fake_grads_of(x, weight, likes, output_mask):
     grads = []
     for like, wanted in zip(likes, output_mask, strict=True):
         if not wanted or like is None:
@@ -685,6 +699,23 @@ def _(
 def _(z, mean, var, bn_weight, bn_bias, eps, act):
     check_channels(z.shape[1], z, bn_weight=bn_weight, bn_bias=bn_bias)
     return torch.empty_like(z)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::bn_act_backward", lib=_lib)
+def _(grad_y, z, mean, var, bn_weight, bn_bias, eps, act, output_mask):
+    likes = (z, bn_weight, bn_bias)
+    return tuple(
+        torch.empty_like(like) if wanted and like is not None else z.new_empty(0)
+        for like, wanted in zip(likes, output_mask, strict=True)
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_backward", lib=_lib)
+def _(
+    grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, allow_tf32, output_mask, cast_weight=None,
+    add_to_grad_x=None,
+):  # fmt: skip
+    return _fake_grads_of(x, weight, (x, weight, bias), output_mask)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::update_running_stats_", lib=_lib)
@@ -755,6 +786,8 @@ for _name in (
     "conv_bn_act_backward",
     "conv_bn_act_train_backward",
     "bn_act",
+    "bn_act_backward",
+    "conv_backward",
     "concat_channels",
     "concat_channels_out",
     "upsample_nearest_backward",

@@ -99,14 +99,6 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   return out;
 }
 
-void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype) {
-  const auto have = cast.sizes(), wanted = weight.sizes();
-  if (cast.scalar_type() != dtype || cast.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
-      !cast.is_cuda() || cast.get_device_index() != weight.get_device_index()) {
-    fail("cast_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
-  }
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor weight, OptionalTensor bias,
@@ -185,6 +177,29 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
   return backward(convolution, x, weight, geometry,
                   {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x},
                   output_mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bn_act_backward(Tensor grad_y, Tensor z, Tensor mean, Tensor var,
+                                                   OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                                   int64_t act, std::vector<bool> output_mask) {
+  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+  if (z.dim() != 4) fail("z must have 4 dimensions, got ", z.dim());
+  if (output_mask.size() != 3) fail("output_mask must have 3 entries, got ", output_mask.size());
+  const DType type = dtype_of(z.scalar_type());
+  const cudaStream_t stream = current_stream(z);
+  std::vector<Tensor> keep_alive;
+  Affine affine;
+  affine.gamma = channel_vector(bn_weight, "bn_weight", z.size(1), z, keep_alive);
+  affine.beta = channel_vector(bn_bias, "bn_bias", z.size(1), z, keep_alive);
+  affine.mean = channel_vector(mean, "mean", z.size(1), z, keep_alive);
+  affine.var = channel_vector(var, "var", z.size(1), z, keep_alive);
+  affine.eps = eps;
+  ActGrads grads =
+      act_backward(grad_y, dense_rows(z, type, stream), affine, act_of(act), /*batch_stats=*/true, output_mask, stream);
+  if (output_mask[1] && bn_weight.has_value()) grads.gamma = in_form_of(grads.gamma, *bn_weight);
+  if (output_mask[2] && bn_bias.has_value()) grads.beta = in_form_of(grads.beta, *bn_bias);
+  return {or_empty(grads.z, output_mask[0], z, type), or_empty(grads.gamma, output_mask[1], z, type),
+          or_empty(grads.beta, output_mask[2], z, type)};
 }
 
 }  // namespace yolo12_fastconv
