@@ -250,6 +250,7 @@ def conv_bn_act_train_(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     out: Tensor | None = None,
+    cast_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if out is not None:
         check_out(out, output_size(x, weight, stride, padding, dilation, groups), x, dtype)
@@ -264,7 +265,7 @@ def conv_bn_act_train_(
     if out is not None:
         out.copy_(y)
         y = y.new_empty(0)
-    return y, z, mean, var, cast_weight(weight, dtype)
+    return y, z, mean, var, cast_unless_given(weight, dtype, cast_weight)
 
 
 def bn_act(
@@ -283,9 +284,11 @@ def bn_act(
         return _finish(u if u.stride() == z.stride() else torch.empty_like(z).copy_(u), act, None)
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as the backward op can take it again; empty where it has the dtype already."""
-    return weight.new_empty(0) if weight.dtype is dtype else weight.to(dtype)
+def cast_unless_given(weight: Tensor, dtype: torch.dtype, given: Tensor | None) -> Tensor:
+    """The weight as the backward op can take it again; empty where it has the dtype already, or was given in it."""
+    if given is not None or weight.dtype is dtype:
+        return weight.new_empty(0, dtype=dtype)
+    return weight.to(dtype)
 
 
 def conv_bn_act_train_backward(

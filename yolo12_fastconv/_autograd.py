@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, _recompute, _side_stream, reference
+from yolo12_fastconv import _aten_maps, _recompute, _side_stream, _weight_casts, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -26,7 +26,8 @@ _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
 # Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow, then where to write y.
 _TRAIN_ARGUMENTS = 14
 _OUT = 18
-_ACT = 11  # of conv_bn_act_train
+_CAST = 19  # and the weight in the compute dtype
+_ACT, _DTYPE = 11, 12  # of conv_bn_act_train
 _GEOMETRY_ACT = 4  # of what follows the residual: stride, padding, dilation, groups, act, dtype, allow_tf32
 _IDENTITY = reference.ACTIVATIONS["identity"]
 
@@ -84,7 +85,7 @@ def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
-    return _train(_ops.conv_bn_act_train_.default, arguments, memory)
+    return _train(_ops.conv_bn_act_train_.default, _with_cast(arguments), memory)
 
 
 def _train(
@@ -118,7 +119,14 @@ def bn_act(*arguments: Any) -> Tensor:
 
 def conv_bn_act_train_and_pass(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
     """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
-    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes=True)
+    return _train(_ops.conv_bn_act_train_.default, _with_cast(arguments), memory, passes=True)
+
+
+def _with_cast(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of ``conv_bn_act_train_``, and behind them the weight's cast if there is one."""
+    if not _weight_casts.known() or len(arguments) != _CAST:
+        return arguments
+    return (*arguments, _weight_casts.cast_of(arguments[1], arguments[_DTYPE]))
 
 
 def _out_of(arguments: tuple[Any, ...]) -> Tensor | None:
@@ -381,6 +389,8 @@ class _Training(torch.autograd.Function):
         others += rest
         z, mean, var, *cast = rest
         cast_weight = cast[0] if cast and cast[0].numel() else None
+        if len(arguments) > _CAST:
+            cast_weight = arguments[_CAST] if arguments[_CAST] is not None else cast_weight
         kept = (weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
         again = None
         if x_source is None:
@@ -489,7 +499,8 @@ def _conv_backward(
         )  # fmt: skip
 
     def beside() -> tuple[Tensor, ...]:
-        return branches.run(weight_gradient, held=(grad_z, x, weight, bias, cast_weight, recompute))
+        sources = () if recompute is None else recompute[0]
+        return branches.run(weight_gradient, (grad_z, x, cast_weight, *sources))
 
     if _side_stream.WEIGHT_FIRST:
         _, *grads = beside()

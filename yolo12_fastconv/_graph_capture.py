@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,11 +75,8 @@ class CudaBackend:
         if self.device != x.device:
             self.device = x.device
             self.done = torch.cuda.Event()
-            first, other = _side_stream.PRIORITIES
-            self.side = torch.cuda.Stream(x.device, priority=first)
-            self.branches = [
-                torch.cuda.Stream(x.device, priority=other) for _ in range(_side_stream.STREAMS)
-            ]
+            self.side = torch.cuda.Stream(x.device)
+            self.beside = [torch.cuda.Stream(x.device) for _ in range(_side_stream.STREAMS)]
         self.done.wait()
 
     def end(self) -> None:
@@ -107,7 +104,12 @@ class CudaBackend:
             static = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
             static.copy_(x)
             function(static)
-            graph, outputs = self._record(pool, lambda: function(static))
+
+            def call() -> Any:
+                with _side_stream.beside(self._branches()):
+                    return function(static)
+
+            graph, outputs = self._record(pool, call)
         pool.captures += 1
         self.pool = weakref.ref(pool)
         return Recording(static, outputs, graph, pool)
@@ -137,9 +139,7 @@ class CudaBackend:
             static = [torch.empty_like(grad) for grad in grads]
 
             def backward() -> tuple[Tensor | None, ...]:
-                streams = _side_stream.CudaStreams(self.side, self.branches)
-                leaves = _side_stream.private_leaves(outputs)
-                with _side_stream.beside(_side_stream.Branches(streams, leaves)):
+                with _side_stream.beside(self._branches(_side_stream.private_leaves(outputs))):
                     return torch.autograd.grad(outputs, sources, static, allow_unused=True)
 
             graph, found = self._record(forward.pool, backward)
@@ -154,6 +154,11 @@ class CudaBackend:
     def size(self, recording: Recording) -> int:
         """Bytes of the pool of `recording`."""
         return int(recording.pool.bytes)
+
+    def _branches(self, leaves: Iterable[Tensor] | None = None) -> _side_stream.Branches:
+        """With `leaves` those of a backward, which is one chain with another beside it."""
+        streams = self.beside if leaves is None else self.beside[: _side_stream.BACKWARD_STREAMS]
+        return _side_stream.Branches(_side_stream.CudaStreams(self.side, streams), leaves or ())
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:

@@ -5,9 +5,9 @@ put on a second stream, which waits for the first where it forks off; the graph 
 tensor cores busy while batch norms read and write memory, and fills what short kernels leave idle.
 
 Who reads memory on the second stream holds it (`Branches.run(held=...)`) until the first stream has waited for that:
-the allocator would hand it out again at once, since to it only the first stream counts. What waits is bounded by the
-memory of the device that is in use: the first stream waits for the oldest branches while that is more than it was when
-the backward began, and a little.
+the allocator would hand it out again at once, since to it only the first stream counts. What is held is bounded: the
+first stream waits for the oldest branch while it is more than `HELD`, but never for the newest, which may go on beside
+the next block.
 
 Only gradients that nothing else touches before the end are put there (`private_leaves`): autograd adds those of a
 parameter that is used twice, and passes those of a view on, and it does both on the first stream.
@@ -23,18 +23,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Branches", "CudaStreams", "beside", "current", "private_leaves"]
+__all__ = ["Branches", "CudaStreams", "beside", "current", "private_leaves", "run_all"]
 
 T = TypeVar("T")
 
-STREAMS = 1
-"""Streams that the branches take turns on."""
-PRIORITIES = (0, 0)
-"""Of the stream of the capture, and of those beside it."""
+STREAMS, BACKWARD_STREAMS = 5, 1
+"""Streams that the branches take turns on, of inference and of a backward."""
 WEIGHT_FIRST = True
 RECOMPUTE = True
-SLACK = 1 / 32
-"""Of the memory in use at the beginning, what may be held more than that."""
+HELD = 64 << 20
+"""Bytes that branches may hold; one alone may hold more."""
 
 
 class CudaStreams:
@@ -60,33 +58,32 @@ class CudaStreams:
         """Let the main stream wait for a mark."""
         self.main.wait_event(mark)
 
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.main.device)
-
 
 class Branches:
     """The branches of one capture."""
 
-    def __init__(self, streams: Any, leaves: set[Tensor]) -> None:
+    def __init__(self, streams: Any, leaves: Iterable[Tensor] = ()) -> None:
         """`leaves`: parameters whose gradients may be computed beside (`private_leaves`)."""
-        self.streams, self.leaves = streams, leaves
-        self.most = streams.allocated() * (1 + SLACK)
+        self.streams, self.leaves = streams, set(leaves)
         self.next = 0
-        self.waiting: deque[tuple[int, Any, tuple[Any, ...]]] = deque()
+        self.waiting: deque[tuple[int, Any, tuple[Tensor, ...]]] = deque()
         """Of each branch the first stream has not waited for: its stream, its end, what it reads."""
+        self.held = 0
 
     def takes(self, *parameters: Tensor | None) -> bool:
         """Whether gradients of all these may come from a branch."""
         return all(parameter is None or parameter in self.leaves for parameter in parameters)
 
-    def run(self, function: Callable[[], T], held: tuple[Any, ...]) -> T:
-        """``function()`` in a branch. `held`: all tensors that it reads and that others may free."""
+    def run(self, function: Callable[[], T], reads: Iterable[Tensor | None]) -> T:
+        """``function()`` in a branch. `reads`: all tensors that it reads and that others may free."""
         side, self.next = self.next, (self.next + 1) % len(self.streams.sides)
         with self.streams.fork(side):
             result = function()
             mark = self.streams.mark(side)
+        held = tuple(tensor for tensor in reads if tensor is not None)
         self.waiting.append((side, mark, held))
-        self._join(lambda: len(self.waiting) > 1 and self.streams.allocated() > self.most)
+        self.held += _bytes(held)
+        self._join(lambda: len(self.waiting) > 1 and self.held > HELD)
         return result
 
     def join(self) -> None:
@@ -96,10 +93,32 @@ class Branches:
     def _join(self, goes_on: Callable[[], bool]) -> None:
         ends = {}
         while goes_on():
-            side, mark, _ = self.waiting.popleft()  # frees what was held, as far as the allocator is concerned
+            side, mark, held = self.waiting.popleft()
             ends[side] = mark
+            self.held -= _bytes(held)
+            del held  # only now may the allocator give it to what the first stream is given next
         for mark in ends.values():
             self.streams.join(mark)
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def run_all(calls: list[Callable[[], T]], beside: list[bool]) -> list[T]:
+    """Results of all calls, which do not depend on each other and read nothing that is freed meanwhile: while a graph
+    of inference is captured, those that are to run `beside` in branches of it."""
+    branches = current()
+    if branches is None or sum(beside) + (not all(beside)) < 2:
+        return [call() for call in calls]
+    if all(beside):
+        beside = [*beside[:-1], False]
+    found = [branches.run(call, ()) if aside else None for call, aside in zip(calls, beside, strict=True)]
+    results: Any = [
+        other if aside else call() for call, aside, other in zip(calls, beside, found, strict=True)
+    ]
+    branches.join()
+    return results
 
 
 _running: list[Branches] = []

@@ -7,13 +7,14 @@ stock computes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from yolo12_fastconv import blocks, ops
+from yolo12_fastconv import _side_stream, blocks, ops
 from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run_and_pass
 from yolo12_fastconv.fused_block import run as run_child
 
@@ -115,8 +116,8 @@ class FastDetect(FusedBlock, Detect):
                 boxes.append(box)
                 scores.append(_head_and_pass(cls_head[i], level)[0])
             return {"boxes": _join(boxes), "scores": _join(scores), "feats": x}
-        boxes = [_head(box_head.head[i], x[i]) for i in range(self.nl)]
-        scores = [_head(cls_head[i], x[i]) for i in range(self.nl)]
+        maps = _maps([*box_head.head, *cls_head], [*x, *x])
+        boxes, scores = maps[: self.nl], maps[self.nl :]
         if self.decodes and self._decodable(boxes, scores):
             shape = x[0].shape
             if self.dynamic or self.shape != shape:
@@ -202,6 +203,19 @@ def _join(maps: list[Tensor]) -> Tensor:
     if all(t.is_cuda and t.dim() == 4 and t.stride(1) == 1 for t in maps):
         return torch.cat([t.permute(0, 2, 3, 1).flatten(1, 2) for t in maps], 1).transpose(1, 2)
     return _levels(maps)
+
+
+_MOST_PIXELS = 128 * 128
+"""Of a map, pictures included, whose heads run beside others: tiles of 128 pixels for about as many multiprocessors."""
+
+
+def _maps(heads: list[Any], xs: list[Tensor]) -> list[Tensor]:
+    """What each head makes of its map. Of small maps one after the other would leave most of the GPU idle, so a CUDA
+    graph has them as parallel branches."""
+    return _side_stream.run_all(
+        [functools.partial(_head, head, x) for head, x in zip(heads, xs, strict=True)],
+        [x.numel() <= _MOST_PIXELS * x.shape[1] for x in xs],
+    )
 
 
 def _head(head: Any, x: Tensor) -> Tensor:

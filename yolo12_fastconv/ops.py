@@ -89,10 +89,11 @@ SCHEMAS = {
     ),
     # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
     # empty if the weight has that dtype. Without running_mean and running_var nothing is moved. With `out`, y is
-    # written there and the one returned is empty.
+    # written there and the one returned is empty. With `cast_weight`, the weight in `dtype` already, the one returned is
+    # empty too.
     "conv_bn_act_train_": (
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING},"
-        " Tensor(d!)? out=None) -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
+        " Tensor(d!)? out=None, Tensor? cast_weight=None) -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
     ),
     # The y of conv_bn_act_train, from its other outputs.
     "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
@@ -645,7 +646,7 @@ def _(
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_", lib=_lib)
 def _(
     x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32,
-    running_mean, running_var, num_batches_tracked, momentum, out=None,
+    running_mean, running_var, num_batches_tracked, momentum, out=None, cast_weight=None,
 ):  # fmt: skip
     size = output_size(x, weight, stride, padding, dilation, groups)
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
@@ -656,11 +657,11 @@ def _(
     if out is not None:
         check_out(out, size, x, dtype)
         y = y.new_empty(0)
-    cast_weight = _aten.cast_weight(weight, dtype)
-    if cast_weight.numel() and x.device.type == "cuda" and LIBRARY.loaded:
+    cast = _aten.cast_unless_given(weight, dtype, cast_weight)
+    if cast.numel() and x.device.type == "cuda" and LIBRARY.loaded:
         k, c, r, s = weight.shape
-        cast_weight = cast_weight.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
-    return y, z, *stats, cast_weight
+        cast = cast.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
+    return y, z, *stats, cast
 
 
 def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):

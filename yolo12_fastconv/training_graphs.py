@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import Parameter
 
-from yolo12_fastconv import _compat
+from yolo12_fastconv import _compat, _weight_casts
 from yolo12_fastconv._graph_capture import unfilled_memory
 from yolo12_fastconv._graph_outputs import Nest, Uncapturable, clone
 from yolo12_fastconv._graph_state import Structure, flags
@@ -338,6 +338,7 @@ class TrainingGraphs:
             try:
                 with (
                     state.replaced(aliases),
+                    _weight_casts.at_once(aliases.values()),
                     torch.autograd.graph.disable_saved_tensors_hooks("the model uses saved-tensor hooks"),
                 ):
                     recording = self.backend.capture_forward(function, x)

@@ -16,7 +16,7 @@ namespace {
 
 struct TrainOutputs {
   Tensor y, z, mean, var;
-  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already
+  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already, or was given in it
 };
 
 // running_mean may be absent; then nothing is moved. With `place`, y is written there and the returned one is empty.
@@ -25,12 +25,17 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
                      const Geometry& geometry, int64_t act, ScalarType dtype, bool allow_tf32,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                     const OptionalTensor& place) {
+                     const OptionalTensor& place, const OptionalTensor& cast_weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   TrainOutputs out;
-  const bool casts = weight.scalar_type() != dtype;
-  if (casts) out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
-  const Convolution convolution(x, casts ? out.cast_weight : weight, geometry, dtype_of(dtype), allow_tf32);
+  Tensor filter = weight;
+  if (cast_weight.has_value()) {
+    check_cast(*cast_weight, weight, dtype);
+    filter = *cast_weight;
+  } else if (weight.scalar_type() != dtype) {
+    filter = out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
+  }
+  const Convolution convolution(x, filter, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
   const DType type = convolution.dtype();
   const cudaStream_t stream = convolution.stream();
@@ -109,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
                                                              ScalarType dtype, bool allow_tf32) {
   const TrainOutputs out =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
   return {out.y, out.z, out.mean, out.var};
 }
 
@@ -117,11 +122,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
-    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum,
-    OptionalTensor out) {
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out,
+    OptionalTensor cast_weight) {
   const TrainOutputs made =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, running_mean, running_var, num_batches_tracked, momentum, out);
+              allow_tf32, running_mean, running_var, num_batches_tracked, momentum, out, cast_weight);
   const bool casts = made.cast_weight.defined();
   return {made.y, made.z, made.mean, made.var, casts ? made.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }

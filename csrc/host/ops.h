@@ -45,7 +45,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
-    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out);
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out,
+    OptionalTensor cast_weight);
 
 Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
               int64_t act);
