@@ -455,6 +455,8 @@ def test_opcheck(cuda, case, precision):
                 0.03,
             ],
         ),
+        ("bn_act_backward", [t.grad_y, z, mean, var, *train, reference.SILU, mask[:3]]),
+        ("conv_backward", [z, t.x, t.weight, t.bias, *geometry[:4], *geometry[5:], mask[:3], None, t.x]),
         ("update_running_stats_", [t.mean, t.var, torch.tensor(3, device=cuda), mean, var, 0.03, 240]),
     ):
         opcheck(getattr(namespace, op).default, arguments)

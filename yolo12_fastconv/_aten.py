@@ -315,9 +315,7 @@ def conv_bn_act_train_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_added(add_to_grad_x, x)
     mask = [any(output_mask[:3]), output_mask[3], output_mask[4]]
-    grad_z, grad_gamma, grad_beta = bn_act_backward(
-        grad_y, z, mean, var, bn_weight, bn_bias, eps, act, mask
-    )
+    grad_z, grad_gamma, grad_beta = bn_act_backward(grad_y, z, mean, var, bn_weight, bn_bias, eps, act, mask)
     grads = conv_backward(
         grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, allow_tf32, output_mask[:3], cast_weight,
         add_to_grad_x,

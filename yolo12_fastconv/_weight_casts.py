@@ -22,7 +22,9 @@ class _Casts:
         self.weights = {
             w: None
             for w in weights
-            if w.dim() == 4 and w.dtype is torch.float32 and w.is_contiguous(memory_format=torch.channels_last)
+            if w.dim() == 4
+            and w.dtype is torch.float32
+            and w.is_contiguous(memory_format=torch.channels_last)
         }
         self.made: dict[Tensor, Tensor] = {}
 

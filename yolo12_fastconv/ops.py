@@ -88,8 +88,8 @@ SCHEMAS = {
         f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None, Tensor? add_to_grad_x=None) -> {_GRADS}"
     ),
     # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
-    # empty if the weight has that dtype, or was given in it. Without running_mean and running_var nothing is moved. With
-    # `out`, y is written there and the one returned is empty.
+    # empty if the weight has that dtype, or was given in it. Without running_mean and running_var nothing is moved.
+    # With `out`, y is written there and the one returned is empty.
     "conv_bn_act_train_": (
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING},"
         " Tensor(d!)? out=None, Tensor? cast_weight=None)"
