@@ -348,7 +348,10 @@ class _Inference(torch.autograd.Function):
             # Of a level's part of a larger gradient both branches would make a copy.
             if not grad_y.is_contiguous(memory_format=torch.channels_last):
                 grad_y = call_op(_ops.concat_channels.default, [grad_y], [1], grad_y.dtype)
-            grads = [*_conv_backward(branches, grad_y, *inputs[:3], ctx.geometry, wanted), None, None]
+            x, weight, bias = inputs[:3]
+            grads = [
+                *_conv_backward(branches, grad_y, x, weight, bias, ctx.geometry, wanted), None, None
+            ]  # fmt: skip
         else:
             out = call_op(
                 _ops.conv_bn_act_backward.default, grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
@@ -431,17 +434,14 @@ def _training_backward(ctx: Any, grad_y: Tensor | None, passed: Tensor | None) -
     eps, geometry, again = ctx.call
     wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     branches = _branches(ctx, weight, bias)
-    if again is not None and (branches is None or not _side_stream.RECOMPUTE):
+    if again is not None:
         x = _recompute.again(_bn_act, tuple(source), *again)
     if branches is not None:
         grad_z, *others = call_op(
             _ops.bn_act_backward.default, grad_y, z, mean, var, bn_weight, bn_bias, eps, geometry[_GEOMETRY_ACT],
             (True, *wanted[3:]),
         )  # fmt: skip
-        recompute = None if again is None or not _side_stream.RECOMPUTE else (tuple(source), again)
-        grads = _conv_backward(
-            branches, grad_z, x, weight, bias, geometry, wanted, recompute, cast_weight, passed
-        )
+        grads = _conv_backward(branches, grad_z, x, weight, bias, geometry, wanted, cast_weight, passed)
         grads += _asked_for(tuple(others), wanted[3:])
     elif torch.is_grad_enabled():  # create_graph=True
 
@@ -475,43 +475,38 @@ def _branches(ctx: Any, weight: Tensor, bias: Tensor | None) -> _side_stream.Bra
 def _conv_backward(
     branches: _side_stream.Branches,
     grad_z: Tensor,
-    x: Tensor | None,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     geometry: tuple[Any, ...],
     wanted: tuple[bool, ...],
-    recompute: tuple[tuple[Tensor | None, ...], Any] | None = None,
     cast_weight: Tensor | None = None,
     passed: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of x, weight and bias, the latter two in a branch. Bit for bit those of the ops that find all at once.
 
-    `recompute`: what `x` is made of, where it was not kept. The gradient of `x` reads nothing of `x` but its form, and
-    that is also the form of the `z` that it is made of.
+    The branch forks off before the gradient of `x`: behind it, it was slower (YOLO12m 23.1 against 22.8 ms).
     """
     *form, groups, _act, dtype, tf32 = geometry
-    convolution = (*form, groups, dtype, tf32)
 
-    def weight_gradient() -> tuple[Tensor, ...]:
-        read = x if recompute is None else _recompute.again(_bn_act, recompute[0], *recompute[1])
+    def grads_of(mask: tuple[bool, ...], added: Tensor | None = None) -> tuple[Tensor, ...]:
         return call_op(
-            _ops.conv_backward.default, grad_z, read, weight, bias, *convolution, (False, *wanted[1:3]), cast_weight
-        )  # fmt: skip
+            _ops.conv_backward.default,
+            grad_z,
+            x,
+            weight,
+            bias,
+            *form,
+            groups,
+            dtype,
+            tf32,
+            mask,
+            cast_weight,
+            added,
+        )
 
-    def beside() -> tuple[Tensor, ...]:
-        sources = () if recompute is None else recompute[0]
-        return branches.run(weight_gradient, (grad_z, x, cast_weight, *sources))
-
-    if _side_stream.WEIGHT_FIRST:
-        _, *grads = beside()
-    grad_x = None
-    if wanted[0]:
-        grad_x, _, _ = call_op(
-            _ops.conv_backward.default, grad_z, x if recompute is None else recompute[0][0], weight, bias,
-            *convolution, (True, False, False), cast_weight, passed,
-        )  # fmt: skip
-    if not _side_stream.WEIGHT_FIRST:
-        _, *grads = beside()
+    _, *grads = branches.run(lambda: grads_of((False, *wanted[1:3])), (grad_z, x, cast_weight))
+    grad_x = grads_of((True, False, False), passed)[0] if wanted[0] else None
     return [grad_x, *_asked_for(tuple(grads), wanted[1:3])]
 
 

@@ -28,11 +28,11 @@ __all__ = ["Branches", "CudaStreams", "beside", "current", "private_leaves", "ru
 T = TypeVar("T")
 
 STREAMS, BACKWARD_STREAMS = 5, 1
-"""Streams that the branches take turns on, of inference and of a backward."""
-WEIGHT_FIRST = True
-RECOMPUTE = True
+"""Streams that the branches take turns on, of inference and of a backward. Two for a backward gained nothing, nor did
+another priority."""
 HELD = 64 << 20
-"""Bytes that branches may hold; one alone may hold more."""
+"""Bytes that branches may hold; one alone may hold more. With 256 MiB YOLO12n at batch 32 was no faster, and its graphs
+took 0.2 GiB more."""
 
 
 class CudaStreams:

@@ -97,8 +97,7 @@ SCHEMAS = {
     ),
     # The y of conv_bn_act_train, from its other outputs.
     "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
-    # The two halves of conv_bn_act_train_backward: to the gradient of z, and from there to those of the convolution,
-    # of which the gradient of x reads of x nothing but its size, strides and dtype.
+    # The two halves of conv_bn_act_train_backward: to the gradient of z, and from there to those of the convolution.
     "bn_act_backward": (
         f"(Tensor grad_y, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act, bool[3] output_mask)"
         " -> (Tensor grad_z, Tensor grad_bn_weight, Tensor grad_bn_bias)"

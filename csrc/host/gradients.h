@@ -38,7 +38,6 @@ struct ConvBackwardInputs {
 };
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
-// Where only grad_x is wanted, no element of x is read.
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
                         const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted);
 
