@@ -25,8 +25,8 @@ Right results:
   accumulators take part. A network whose autograd graph reaches other leaves, or has autograd functions of others than
   PyTorch and this package, is not captured.
 
-Besides, a graph needs less time on the GPU: weights are cast at once (`_weight_casts`), and weight gradients are parallel
-branches (`_side_stream`).
+Besides, a graph needs less time on the GPU: weights are cast at once (`_weight_casts`), and weight gradients are
+parallel branches (`_side_stream`).
 
 Eager in any case: inputs that need gradients, saved-tensor hooks (activation checkpointing, offloading), anomaly mode,
 SyncBatchNorm, hooks on inner modules, several processes that train together (DistributedDataParallel overlaps its
