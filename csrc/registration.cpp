@@ -13,6 +13,9 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
   m.impl("conv_bn_act_train_backward", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_backward));
   m.impl("conv_bn_act_train_backward_", TORCH_BOX(&yolo12_fastconv::conv_bn_act_train_backward_));
   m.impl("bn_act", TORCH_BOX(&yolo12_fastconv::bn_act));
+  m.impl("bn_act_backward", TORCH_BOX(&yolo12_fastconv::bn_act_backward));
+  m.impl("conv_backward", TORCH_BOX(&yolo12_fastconv::conv_backward));
+  m.impl("conv_backward_", TORCH_BOX(&yolo12_fastconv::conv_backward_));
   m.impl("concat_channels", TORCH_BOX(&yolo12_fastconv::concat_channels));
   m.impl("concat_channels_out", TORCH_BOX(&yolo12_fastconv::concat_channels_out));
   m.impl("upsample_nearest_backward", TORCH_BOX(&yolo12_fastconv::upsample_nearest_backward));

@@ -15,7 +15,7 @@ from support import tensors
 from torch import nn
 from ultralytics import YOLO
 
-from yolo12_fastconv import graphs, patch_model, patch_report
+from yolo12_fastconv import _side_stream, graphs, patch_model, patch_report
 from yolo12_fastconv.patching import patch_modules
 
 pytestmark = pytest.mark.gpu
@@ -373,3 +373,52 @@ def test_training_graphs_give_their_memory_back(cuda, trained):
         reserved.append(torch.cuda.memory_reserved())
     assert max(reserved) <= reserved[0] + (8 << 20)
     assert state(model).training.counts["captures"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(("scale", "size"), [("n", 192), ("m", 128)])
+def test_branches_of_a_backward_are_identical(cuda, scale, size, monkeypatch):
+    """Gradients of replays with weight gradients beside are those without, bit by bit, from several streams."""
+    model = support.build(f"yolo12{scale}.yaml").requires_grad_(True)
+    model = model.to(cuda, memory_format=torch.channels_last).train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    generator = torch.Generator(cuda).manual_seed(0)
+    pictures = [torch.rand(2, 3, size, size, device=cuda, generator=generator) * (1 + n) for n in range(10)]
+
+    def grads(x):
+        with torch.autocast("cuda", torch.float16):
+            outputs = [y for y in tensors(model(x)) if y.requires_grad]
+        found = torch.autograd.grad(outputs, parameters, [torch.full_like(y, 1e-2) for y in outputs])
+        return torch.cat([g.flatten() for g in found])
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        patch_modules(model)
+        expected = [grads(x) for x in pictures]
+        patch_modules(model, cuda_graph=True)
+        runs = []
+        run = _side_stream.Branches.run
+        monkeypatch.setattr(_side_stream.Branches, "run", lambda *a: runs.append(1) or run(*a))
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        for number in range(50):
+            with torch.cuda.stream(streams[number % 3]):
+                assert torch.equal(grads(pictures[number % 10]), expected[number % 10]), number
+            torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(runs) > 100
+    assert state(model).training.counts["replays"] == 48
+
+
+def test_heads_in_branches_are_identical(cuda, yolo12n, monkeypatch):
+    model = graphed(yolo12n, cuda)
+    pictures = [images(cuda, 1, 3, 320, 320) for _ in range(5)]
+    expected = [eager(model, x) for x in pictures]
+    runs = []
+    run = _side_stream.Branches.run
+    monkeypatch.setattr(_side_stream.Branches, "run", lambda *a: runs.append(1) or run(*a))
+    for number in range(50):
+        found = tensors(warm(model, pictures[number % 5]))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[number % 5], strict=True)), number
+    assert len(runs) == 5

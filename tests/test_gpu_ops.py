@@ -409,6 +409,43 @@ def test_ops_can_be_captured_in_a_graph(cuda):
         assert torch.equal(y, expected), f"{case}: the replay differs"
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case("pointwise", 64, 48, 20, 20, bias=True, layout="slice"),
+        cases.Case("dense", 32, 64, 20, 18, (3, 3), (1, 1), (1, 1)),
+        cases.Case("strided", 32, 64, 21, 18, (3, 3), (2, 2), (1, 1), bias=True),
+        cases.Case("depthwise", 64, 64, 20, 18, (3, 3), (1, 1), (1, 1), groups=64),
+        cases.Case("odd", 60, 52, 20, 18, (1, 1), layout="misaligned"),
+    ],
+    ids=str,
+)
+def test_the_halves_of_a_backward_make_the_whole(cuda, case, precision):
+    """`bn_act_backward` and `conv_backward`, the latter in two calls, find what one op does, bit by bit."""
+    dtype = op_checks.PRECISIONS[precision]
+    t = case.inputs(dtype, cuda, bn_dtype=torch.float32)
+    namespace = torch.ops.yolo12_fastconv
+    convolution = [list(case.stride), list(case.padding), list(case.dilation), case.groups]
+    geometry = [*convolution, reference.SILU, dtype, False]
+    train = [t.gamma, t.beta, case.eps]
+    _y, z, mean, var = namespace.conv_bn_act_train.default(t.x, t.weight, t.bias, *train, None, *geometry)
+    biased = t.bias is not None
+    added = torch.randn_like(t.x)
+    arguments = [t.grad_y, t.x, t.weight, t.bias, z, mean, var, *train, *geometry]
+    whole = namespace.conv_bn_act_train_backward.default(
+        *arguments, [True, True, biased, True, True], None, added
+    )
+    grad_z, *vectors = namespace.bn_act_backward.default(
+        t.grad_y, z, mean, var, *train, reference.SILU, [True] * 3
+    )
+    rest = [grad_z, t.x, t.weight, t.bias, *convolution, dtype, False]
+    grad_x, *_ = namespace.conv_backward.default(*rest, [True, False, False], None, added)
+    _, *weights = namespace.conv_backward.default(*rest, [False, True, biased])
+    for ours, expected in zip((grad_x, *weights, *vectors), whole, strict=True):
+        assert torch.equal(ours, expected) and ours.stride() == expected.stride()
+
+
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -455,6 +492,8 @@ def test_opcheck(cuda, case, precision):
                 0.03,
             ],
         ),
+        ("bn_act_backward", [t.grad_y, z, mean, var, *train, reference.SILU, mask[:3]]),
+        ("conv_backward", [z, t.x, t.weight, t.bias, *geometry[:4], *geometry[5:], mask[:3], None, t.x]),
         ("update_running_stats_", [t.mean, t.var, torch.tensor(3, device=cuda), mean, var, 0.03, 240]),
     ):
         opcheck(getattr(namespace, op).default, arguments)

@@ -88,16 +88,22 @@ def test_every_tile(cuda, convs, dtype, monkeypatch):
             monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
             results = []
             for _ in range(2):
-                around = torch.full((n, *peer.shape[2:], first + -(-k // 8) * 8), torch.nan, device=cuda, dtype=dtype)
+                around = torch.full(
+                    (n, *peer.shape[2:], first + -(-k // 8) * 8), torch.nan, device=cuda, dtype=dtype
+                )
                 op_checks.poison([peer])
                 y = around[..., :k].permute(0, 3, 1, 2)
                 ops.conv_bn_act_out(x, weight, y, None, None, added, *geometry, act="identity")
                 results.append((y, around[..., k:]))
             (got, beside), (again, _) = results
             error, worst = relative(got, truth), (got.double() - truth).abs().max()
-            right = error <= limit and worst <= largest and torch.equal(got, again) and bool(beside.isnan().all())
+            right = (
+                error <= limit and worst <= largest and torch.equal(got, again) and bool(beside.isnan().all())
+            )
             if not right:
-                problems.append(f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}, {worst:.3g}, {largest:.3g}")
+                problems.append(
+                    f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}, {worst:.3g}, {largest:.3g}"
+                )
         monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
     assert not problems, "\n".join(problems)
     assert any("-window" in tile for tile in tiles) == (convs is WINDOWS)

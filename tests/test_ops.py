@@ -337,6 +337,18 @@ def op_calls(case: Case):
         ),
     )  # fmt: skip
     yield (
+        OPS.conv_bn_act_train_.default,
+        (*train[:7], *cast, False, None, None, None, None, None, weight.bfloat16()),
+    )
+    yield (
+        OPS.bn_act_backward.default,
+        (grad_y, z, mean, var, case.gamma, case.beta, 1e-3, reference.SILU, [True] * 3),
+    )
+    yield OPS.bn_act_backward.default, (grad_y, z, mean, var, None, case.beta, 1e-3, 0, [True, False, False])
+    convolution = [*geometry[:4], case.dtype, False]
+    yield OPS.conv_backward.default, (z, x, weight, case.bias, *convolution, [True] * 3, None, x)
+    yield OPS.conv_backward.default, (z, x, weight, None, *convolution, [False, True, False], weight)
+    yield (
         OPS.update_running_stats_.default,
         (case.mean.clone(), case.var.clone(), torch.tensor(3), mean, var, 0.03, 40),
     )

@@ -191,7 +191,9 @@ def test_candidates_of_one_kernel_families():
 def test_windows_of_sm80():
     """3x3, stride 1, padding 1, whole chunks of half, and maps whose rows fit the shared memory of every GPU."""
 
-    def windows(ci: int, width: int, k: int = 3, stride: int = 1, pad: int = 1, dtype: torch.dtype = torch.float16):
+    def windows(
+        ci: int, width: int, k: int = 3, stride: int = 1, pad: int = 1, dtype: torch.dtype = torch.float16
+    ):
         case = cases.Case("window", ci, 64, 40, width, (k, k), (stride, stride), (pad, pad), batch=32)
         return [name for name in candidates(case, dtype, 80, tf32=True) if name.endswith("-window")]
 

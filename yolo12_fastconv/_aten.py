@@ -251,6 +251,7 @@ def conv_bn_act_train_(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     out: Tensor | None = None,
+    cast_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if out is not None:
         check_out(out, output_size(x, weight, stride, padding, dilation, groups), x, dtype)
@@ -265,7 +266,7 @@ def conv_bn_act_train_(
     if out is not None:
         out.copy_(y)
         y = y.new_empty(0)
-    return y, z, mean, var, cast_weight(weight, dtype)
+    return y, z, mean, var, cast_unless_given(weight, dtype, cast_weight)
 
 
 def bn_act(
@@ -284,9 +285,11 @@ def bn_act(
         return _finish(u if u.stride() == z.stride() else torch.empty_like(z).copy_(u), act, None)
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as the backward op can take it again; empty where it has the dtype already."""
-    return weight.new_empty(0) if weight.dtype is dtype else weight.to(dtype)
+def cast_unless_given(weight: Tensor, dtype: torch.dtype, given: Tensor | None) -> Tensor:
+    """The weight as the backward op can take it again; empty where it has the dtype already, or was given in it."""
+    if given is not None or weight.dtype is dtype:
+        return weight.new_empty(0, dtype=dtype)
+    return weight.to(dtype)
 
 
 def conv_bn_act_train_backward(
@@ -312,22 +315,65 @@ def conv_bn_act_train_backward(
     add_to_grad_x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_added(add_to_grad_x, x)
-    with _without_autocast(x.device):
+    mask = [any(output_mask[:3]), output_mask[3], output_mask[4]]
+    grad_z, grad_gamma, grad_beta = bn_act_backward(grad_y, z, mean, var, bn_weight, bn_bias, eps, act, mask)
+    grads = conv_backward(
+        grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, allow_tf32, output_mask[:3], cast_weight,
+        add_to_grad_x,
+    )  # fmt: skip
+    return *grads, _or_empty(grad_gamma, output_mask[3], x), _or_empty(grad_beta, output_mask[4], x)
+
+
+def bn_act_backward(
+    grad_y: Tensor,
+    z: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    eps: float,
+    act: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _without_autocast(z.device):
         gamma, beta = _cast(bn_weight, mean.dtype), _cast(bn_bias, mean.dtype)
         grad_u = grad_y
         if act == SILU:
             u = aten.native_batch_norm(z, gamma, beta, mean, var, False, 0.0, eps)[0]
             grad_u = aten.silu_backward(grad_y, u)
-        mask = [any(output_mask[:3]), output_mask[3], output_mask[4]]
         grad_z, grad_gamma, grad_beta = aten.native_batch_norm_backward(
-            grad_u, z, gamma, None, None, mean, torch.rsqrt(var + eps), True, eps, mask
+            grad_u, z, gamma, None, None, mean, torch.rsqrt(var + eps), True, eps, output_mask
         )
+        if output_mask[0]:
+            grad_z = grad_z if grad_z.stride() == z.stride() else torch.empty_like(z).copy_(grad_z)
+        mask = [True, True, True, *output_mask[1:]]
+        grads = _bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, mask, z)
+        return _or_empty(grad_z, output_mask[0], z), *grads
+
+
+def conv_backward(
+    grad_z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    output_mask: list[bool],
+    cast_weight: Tensor | None = None,
+    add_to_grad_x: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_added(add_to_grad_x, x)
+    with _without_autocast(x.device):
         grads = _conv_grads(
             grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, output_mask, cast_weight
         )
         if add_to_grad_x is not None and output_mask[0]:
             grads[0].add_(add_to_grad_x)
-        return *grads, *_bn_grads(grad_gamma, grad_beta, bn_weight, bn_bias, output_mask, x)
+        return grads
 
 
 def conv_bn_act_train_backward_(
@@ -359,11 +405,48 @@ def conv_bn_act_train_backward_(
         allow_tf32, output_mask, cast_weight,
     )  # fmt: skip
     if output_mask[0]:
-        with _without_autocast(x.device):
-            if more is not None:
-                grad_x.add_(more)
-            grad_x.add_(made)
+        _add(grad_x, more, made)
     return x.new_empty(0), *others  # type: ignore[return-value]
+
+
+def conv_backward_(
+    grad_z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    cast_weight: Tensor | None,
+    grad_x: Tensor,
+    more: Tensor | None = None,
+) -> None:
+    check_grad_x(grad_x, more, x)
+    made = conv_backward(
+        grad_z,
+        x,
+        weight,
+        None,
+        stride,
+        padding,
+        dilation,
+        groups,
+        dtype,
+        allow_tf32,
+        [True, False, False],
+        cast_weight,
+    )[0]
+    _add(grad_x, more, made)
+
+
+def _add(grad_x: Tensor, more: Tensor | None, made: Tensor) -> None:
+    """Each sum is rounded, as autograd's would be."""
+    with _without_autocast(grad_x.device):
+        if more is not None:
+            grad_x.add_(more)
+        grad_x.add_(made)
 
 
 def _cast(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:

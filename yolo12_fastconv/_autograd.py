@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, _recompute, _slices, reference
+from yolo12_fastconv import _aten_maps, _recompute, _side_stream, _slices, _weight_casts, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -26,7 +26,10 @@ _RESIDUAL = {"conv_bn_act": 8, "conv_bn_act_train": 6}
 # Arguments of conv_bn_act_train; those of its twin that moves the running statistics follow, then where to write y.
 _TRAIN_ARGUMENTS = 14
 _OUT = 18
-_ACT = 11  # of conv_bn_act_train
+_CAST = 19  # and the weight in the compute dtype
+_ACT, _DTYPE = 11, 12  # of conv_bn_act_train
+_GEOMETRY_ACT = 4  # of what follows the residual: stride, padding, dilation, groups, act, dtype, allow_tf32
+_IDENTITY = reference.ACTIVATIONS["identity"]
 
 
 def call_op(op: Callable[..., Any], *arguments: Any) -> Any:
@@ -82,7 +85,7 @@ def conv_bn_act_train(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def conv_bn_act_train_(*arguments: Any, memory: str = "fast") -> tuple[Tensor, ...]:
-    return _train(_ops.conv_bn_act_train_.default, arguments, memory)
+    return _train(_ops.conv_bn_act_train_.default, _with_cast(arguments), memory)
 
 
 def _train(
@@ -121,7 +124,14 @@ def bn_act(*arguments: Any) -> Tensor:
 
 def conv_bn_act_train_and_pass(*arguments: Any, memory: str, passes: int) -> tuple[Tensor, ...]:
     """`conv_bn_act_train_`, and `x` behind its outputs: see `ops.conv_bn_act_train_and_pass`."""
-    return _train(_ops.conv_bn_act_train_.default, arguments, memory, passes)
+    return _train(_ops.conv_bn_act_train_.default, _with_cast(arguments), memory, passes)
+
+
+def _with_cast(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of ``conv_bn_act_train_``, and behind them the weight's cast if there is one."""
+    if not _weight_casts.known() or len(arguments) != _CAST:
+        return arguments
+    return (*arguments, _weight_casts.cast_of(arguments[1], arguments[_DTYPE]))
 
 
 def _out_of(arguments: tuple[Any, ...]) -> Tensor | None:
@@ -136,6 +146,23 @@ def alias(out: Tensor) -> Tensor:
 
 def conv_bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _once_differentiable(_ops.conv_bn_act_backward.default, arguments)
+
+
+def bn_act_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.bn_act_backward.default, arguments)
+
+
+def conv_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _once_differentiable(_ops.conv_backward.default, arguments)
+
+
+def conv_backward_(*arguments: Any) -> None:
+    if _needs_grad(arguments):
+        raise RuntimeError(
+            "yolo12_fastconv: conv_backward_ has no gradient, since it writes to its argument: differentiate "
+            "conv_bn_act_train with create_graph=True instead"
+        )
+    call_op(_ops.conv_backward_.default, *arguments)
 
 
 def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -360,6 +387,18 @@ class _Inference(torch.autograd.Function):
                 )
 
             grads = _differentiable_grads(inputs, wanted, grad_y, forward)
+        elif (
+            mean is None
+            and ctx.geometry[_GEOMETRY_ACT] == _IDENTITY
+            and (branches := _branches(ctx, inputs[1], inputs[2])) is not None
+        ):
+            # Of a level's part of a larger gradient both branches would make a copy.
+            if not grad_y.is_contiguous(memory_format=torch.channels_last):
+                grad_y = call_op(_ops.concat_channels.default, [grad_y], [1], grad_y.dtype)
+            x, weight, bias = inputs[:3]
+            grads = [
+                *_conv_backward(branches, grad_y, x, weight, bias, ctx.geometry, wanted), None, None
+            ]  # fmt: skip
         else:
             out = call_op(
                 _ops.conv_bn_act_backward.default, grad_y, *inputs, mean, var, ctx.eps, *ctx.geometry, wanted
@@ -400,6 +439,8 @@ class _Training(torch.autograd.Function):
         others += rest
         z, mean, var, *cast = rest
         cast_weight = cast[0] if cast and cast[0].numel() else None
+        if len(arguments) > _CAST:
+            cast_weight = arguments[_CAST] if arguments[_CAST] is not None else cast_weight
         kept = (weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight)
         again = None
         if x_source is None:
@@ -450,9 +491,9 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
     """`passed`: gradients to add to that of `x`, at most two."""
     x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
     eps, geometry, again = ctx.call
+    wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     if again is not None:
         x = _recompute.again(_bn_act, tuple(source), *again)
-    wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     if torch.is_grad_enabled():  # create_graph=True
 
         def forward(x, weight, bias, bn_weight, bn_bias):
@@ -464,20 +505,74 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
         if passed and grads[0] is not None:
             grads[0] = _sum([grads[0], *passed])
     else:
-        call = (
-            grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, *geometry, wanted, cast_weight,
-        )  # fmt: skip
         place = _slices.own(passed, ctx) if passed and wanted[0] else None
-        if place is None:
-            out = call_op(_ops.conv_bn_act_train_backward.default, *call, _sum(passed))
-            grads = _asked_for(out, wanted)
+        added = _sum([grad for grad in passed if grad is not place])
+        branches = _branches(ctx, weight, bias)
+        if branches is not None:
+            grad_z, *others = call_op(
+                _ops.bn_act_backward.default, grad_y, z, mean, var, bn_weight, bn_bias, eps,
+                geometry[_GEOMETRY_ACT], (True, *wanted[3:]),
+            )  # fmt: skip
+            grads = _conv_backward(
+                branches, grad_z, x, weight, bias, geometry, wanted, cast_weight, added, place
+            )
+            grads += _asked_for(tuple(others), wanted[3:])
         else:
-            more = _sum([grad for grad in passed if grad is not place])
-            out = call_op(_ops.conv_bn_act_train_backward_.default, *call, place, more)
-            grads = [place, *_asked_for(out, wanted)[1:]]
+            call = (
+                grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps, *geometry, wanted, cast_weight,
+            )  # fmt: skip
+            if place is None:
+                out = call_op(_ops.conv_bn_act_train_backward.default, *call, added)
+                grads = _asked_for(out, wanted)
+            else:
+                out = call_op(_ops.conv_bn_act_train_backward_.default, *call, place, added)
+                grads = [place, *_asked_for(out, wanted)[1:]]
         if grads[0] is not None and (place is not None or ctx.reads_join):
             _slices.give(grads[0], ctx.next_functions[0][0])
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
+
+
+def _branches(ctx: Any, weight: Tensor, bias: Tensor | None) -> _side_stream.Branches | None:
+    """Where the gradients of weight and bias can be computed beside the others: only while a backward is captured."""
+    if not ctx.needs_input_grad[1] or torch.is_grad_enabled():
+        return None
+    branches = _side_stream.current()
+    if branches is None or not branches.takes(weight, bias if ctx.needs_input_grad[2] else None):
+        return None
+    return branches
+
+
+def _conv_backward(
+    branches: _side_stream.Branches,
+    grad_z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: tuple[Any, ...],
+    wanted: tuple[bool, ...],
+    cast_weight: Tensor | None = None,
+    added: Tensor | None = None,
+    place: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Gradients of x, weight and bias, the latter two in a branch. Bit for bit those of the ops that find all at once.
+
+    `added` comes to the gradient of x, which is added to `place` if there is one. The branch forks off before that
+    gradient: behind it, it was slower (YOLO12m 23.1 against 22.8 ms).
+    """
+    *form, groups, _act, dtype, tf32 = geometry
+    form = [*form, groups, dtype, tf32]
+
+    def grads_of(mask: tuple[bool, ...], *more: Tensor | None) -> tuple[Tensor, ...]:
+        return call_op(_ops.conv_backward.default, grad_z, x, weight, bias, *form, mask, cast_weight, *more)
+
+    _, *grads = branches.run(lambda: grads_of((False, *wanted[1:3])), (grad_z, x, cast_weight))
+    grad_x: Tensor | None = None
+    if place is not None:
+        call_op(_ops.conv_backward_.default, grad_z, x, weight, *form, cast_weight, place, added)
+        grad_x = place
+    elif wanted[0]:
+        grad_x = grads_of((True, False, False), added)[0]
+    return [grad_x, *_asked_for(tuple(grads), wanted[1:3])]
 
 
 def _bn_act(*arguments: Any) -> Tensor:

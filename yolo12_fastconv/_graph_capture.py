@@ -6,11 +6,13 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from yolo12_fastconv import _side_stream
 
 __all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "unfilled_memory"]
 
@@ -74,6 +76,7 @@ class CudaBackend:
             self.device = x.device
             self.done = torch.cuda.Event()
             self.side = torch.cuda.Stream(x.device)
+            self.beside = [torch.cuda.Stream(x.device) for _ in range(_side_stream.STREAMS)]
         self.done.wait()
 
     def end(self) -> None:
@@ -101,7 +104,12 @@ class CudaBackend:
             static = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
             static.copy_(x)
             function(static)
-            graph, outputs = self._record(pool, lambda: function(static))
+
+            def call() -> Any:
+                with _side_stream.beside(self._branches()):
+                    return function(static)
+
+            graph, outputs = self._record(pool, call)
         pool.captures += 1
         self.pool = weakref.ref(pool)
         return Recording(static, outputs, graph, pool)
@@ -136,9 +144,12 @@ class CudaBackend:
         before = torch.cuda.memory_reserved()
         with self._side_stream(), unfilled_memory():
             static = [torch.empty_like(grad) for grad in grads]
-            graph, found = self._record(
-                forward.pool, lambda: torch.autograd.grad(outputs, sources, static, allow_unused=True)
-            )
+
+            def backward() -> tuple[Tensor | None, ...]:
+                with _side_stream.beside(self._branches(_side_stream.private_leaves(outputs))):
+                    return torch.autograd.grad(outputs, sources, static, allow_unused=True)
+
+            graph, found = self._record(forward.pool, backward)
         forward.pool.bytes += torch.cuda.memory_reserved() - before
         return BackwardRecording(static, list(found), graph)
 
@@ -150,6 +161,11 @@ class CudaBackend:
     def size(self, recording: Recording) -> int:
         """Bytes of the pool of `recording`."""
         return int(recording.pool.bytes)
+
+    def _branches(self, leaves: Iterable[Tensor] | None = None) -> _side_stream.Branches:
+        """With `leaves` those of a backward, which is one chain with another beside it."""
+        streams = self.beside if leaves is None else self.beside[: _side_stream.BACKWARD_STREAMS]
+        return _side_stream.Branches(_side_stream.CudaStreams(self.side, streams), leaves or ())
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:

@@ -94,14 +94,30 @@ SCHEMAS = {
         f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight, Tensor(a!) grad_x, Tensor? more=None) -> {_GRADS}"
     ),
     # conv_bn_act_train and update_running_stats_ in one call, with the weight in `dtype`, which backward takes again:
-    # empty if the weight has that dtype. Without running_mean and running_var nothing is moved. With `out`, y is
-    # written there and the one returned is empty.
+    # empty if the weight has that dtype, or was given in it. Without running_mean and running_var nothing is moved.
+    # With `out`, y is written there and the one returned is empty.
     "conv_bn_act_train_": (
         f"(Tensor x, Tensor weight, Tensor? bias, {_BN_TRAIN}, Tensor? residual, {_GEOMETRY}, {_RUNNING},"
-        " Tensor(d!)? out=None) -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast_weight)"
+        " Tensor(d!)? out=None, Tensor? cast_weight=None)"
+        " -> (Tensor y, Tensor z, Tensor mean, Tensor var, Tensor cast)"
     ),
     # The y of conv_bn_act_train, from its other outputs.
     "bn_act": (f"(Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act) -> Tensor"),
+    # The two halves of conv_bn_act_train_backward: to the gradient of z, and from there to those of the convolution.
+    "bn_act_backward": (
+        f"(Tensor grad_y, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN}, int act, bool[3] output_mask)"
+        " -> (Tensor grad_z, Tensor grad_bn_weight, Tensor grad_bn_bias)"
+    ),
+    "conv_backward": (
+        "(Tensor grad_z, Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation,"
+        " SymInt groups, ScalarType dtype, bool allow_tf32, bool[3] output_mask, Tensor? cast_weight=None,"
+        " Tensor? add_to_grad_x=None) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)"
+    ),
+    # The gradient of x alone, added to `grad_x` in place, behind `more`.
+    "conv_backward_": (
+        "(Tensor grad_z, Tensor x, Tensor weight, int[2] stride, int[2] padding, int[2] dilation, SymInt groups,"
+        " ScalarType dtype, bool allow_tf32, Tensor? cast_weight, Tensor(a!) grad_x, Tensor? more=None) -> ()"
+    ),
     "update_running_stats_": (
         "(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor mean, Tensor var,"
         " float? momentum, SymInt count) -> ()"
@@ -699,7 +715,7 @@ def _(
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_", lib=_lib)
 def _(
     x, weight, bias, bn_weight, bn_bias, eps, residual, stride, padding, dilation, groups, act, dtype, allow_tf32,
-    running_mean, running_var, num_batches_tracked, momentum, out=None,
+    running_mean, running_var, num_batches_tracked, momentum, out=None, cast_weight=None,
 ):  # fmt: skip
     size = output_size(x, weight, stride, padding, dilation, groups)
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
@@ -710,15 +726,18 @@ def _(
     if out is not None:
         check_out(out, size, x, dtype)
         y = y.new_empty(0)
-    cast_weight = _aten.cast_weight(weight, dtype)
-    if cast_weight.numel() and x.device.type == "cuda" and LIBRARY.loaded:
+    cast = _aten.cast_unless_given(weight, dtype, cast_weight)
+    if cast.numel() and x.device.type == "cuda" and LIBRARY.loaded:
         k, c, r, s = weight.shape
-        cast_weight = cast_weight.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
-    return y, z, *stats, cast_weight
+        cast = cast.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
+    return y, z, *stats, cast
 
 
 def _fake_grads(x, weight, bias, bn_weight, bn_bias, output_mask):
-    likes = (x, weight, bias, bn_weight, bn_bias)
+    return _fake_grads_of(x, weight, (x, weight, bias, bn_weight, bn_bias), output_mask)
+
+
+def _fake_grads_of(x, weight, likes, output_mask):
     grads = []
     for like, wanted in zip(likes, output_mask, strict=True):
         if not wanted or like is None:
@@ -759,6 +778,30 @@ def _(
 def _(z, mean, var, bn_weight, bn_bias, eps, act):
     check_channels(z.shape[1], z, bn_weight=bn_weight, bn_bias=bn_bias)
     return torch.empty_like(z)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::bn_act_backward", lib=_lib)
+def _(grad_y, z, mean, var, bn_weight, bn_bias, eps, act, output_mask):
+    likes = (z, bn_weight, bn_bias)
+    return tuple(
+        torch.empty_like(like) if wanted and like is not None else z.new_empty(0)
+        for like, wanted in zip(likes, output_mask, strict=True)
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_backward", lib=_lib)
+def _(
+    grad_z, x, weight, bias, stride, padding, dilation, groups, dtype, allow_tf32, output_mask, cast_weight=None,
+    add_to_grad_x=None,
+):  # fmt: skip
+    return _fake_grads_of(x, weight, (x, weight, bias), output_mask)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::conv_backward_", lib=_lib)
+def _(
+    grad_z, x, weight, stride, padding, dilation, groups, dtype, allow_tf32, cast_weight, grad_x, more=None
+):  # fmt: skip
+    check_grad_x(grad_x, more, x)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::update_running_stats_", lib=_lib)
@@ -838,6 +881,9 @@ for _name in (
     "conv_bn_act_train_backward",
     "conv_bn_act_train_backward_",
     "bn_act",
+    "bn_act_backward",
+    "conv_backward",
+    "conv_backward_",
     "concat_channels",
     "concat_channels_out",
     "upsample_nearest_backward",

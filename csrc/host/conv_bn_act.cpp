@@ -60,12 +60,43 @@ Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTenso
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const int64_t channels = convolution.shape().out_channels;
   std::vector<Tensor> keep_alive;
-  Affine only_bias;
-  only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
   const Affine affine = batch_norm_of(bn_weight, bn_bias, running_mean, running_var, eps, channels, x, keep_alive);
-  const Tensor z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
+  Tensor z;
+  if (affine.mean.data != nullptr || act_of(act) != Act::kIdentity) {
+    Affine only_bias;
+    only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
+    z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
+  }
   return backward(convolution, x, weight, geometry, {grad_y, z, bias, bn_weight, bn_bias, affine, act_of(act), false},
                   output_mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_backward(Tensor grad_z, Tensor x, Tensor weight, OptionalTensor bias,
+                                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                                 std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                                 bool allow_tf32, std::vector<bool> output_mask,
+                                                 OptionalTensor cast_weight, OptionalTensor add_to_grad_x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  if (output_mask.size() != 3) fail("output_mask must have 3 entries, got ", output_mask.size());
+  const Geometry geometry = {stride, padding, dilation, groups};
+  const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
+  if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
+  const ConvGrads grads =
+      conv_backward(convolution, grad_z, x, weight, geometry, {bias, cast_weight, add_to_grad_x}, output_mask);
+  const DType x_dtype = dtype_of(x.scalar_type());
+  return {or_empty(grads.x, output_mask[0], x, x_dtype), or_empty(grads.weight, output_mask[1], x, x_dtype),
+          or_empty(grads.bias, output_mask[2], x, x_dtype)};
+}
+
+void conv_backward_(Tensor grad_z, Tensor x, Tensor weight, std::vector<int64_t> stride, std::vector<int64_t> padding,
+                    std::vector<int64_t> dilation, int64_t groups, ScalarType dtype, bool allow_tf32,
+                    OptionalTensor cast_weight, Tensor grad_x, OptionalTensor more) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Geometry geometry = {stride, padding, dilation, groups};
+  const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
+  if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
+  conv_backward(convolution, grad_z, x, weight, geometry, {std::nullopt, cast_weight, std::nullopt, grad_x, more},
+                {true, false, false});
 }
 
 }  // namespace yolo12_fastconv

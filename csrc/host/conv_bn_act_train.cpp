@@ -16,7 +16,7 @@ namespace {
 
 struct TrainOutputs {
   Tensor y, z, mean, var;
-  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already
+  Tensor cast_weight;  // dense channels_last; undefined if the weight has the compute dtype already, or was given in it
 };
 
 // running_mean may be absent; then nothing is moved. With `place`, y is written there and the returned one is empty.
@@ -25,12 +25,17 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
                      const Geometry& geometry, int64_t act, ScalarType dtype, bool allow_tf32,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                     const OptionalTensor& place) {
+                     const OptionalTensor& place, const OptionalTensor& cast_weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   TrainOutputs out;
-  const bool casts = weight.scalar_type() != dtype;
-  if (casts) out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
-  const Convolution convolution(x, casts ? out.cast_weight : weight, geometry, dtype_of(dtype), allow_tf32);
+  Tensor filter = weight;
+  if (cast_weight.has_value()) {
+    check_cast(*cast_weight, weight, dtype);
+    filter = *cast_weight;
+  } else if (weight.scalar_type() != dtype) {
+    filter = out.cast_weight = Convolution(x, weight, geometry, dtype_of(dtype), allow_tf32).cast_weight();
+  }
+  const Convolution convolution(x, filter, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
   const DType type = convolution.dtype();
   const cudaStream_t stream = convolution.stream();
@@ -99,14 +104,6 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   return out;
 }
 
-void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype) {
-  const auto have = cast.sizes(), wanted = weight.sizes();
-  if (cast.scalar_type() != dtype || cast.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
-      !cast.is_cuda() || cast.get_device_index() != weight.get_device_index()) {
-    fail("cast_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
-  }
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor weight, OptionalTensor bias,
@@ -117,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act_train(Tensor x, Tensor we
                                                              ScalarType dtype, bool allow_tf32) {
   const TrainOutputs out =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+              allow_tf32, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
   return {out.y, out.z, out.mean, out.var};
 }
 
@@ -125,11 +122,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
-    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum,
-    OptionalTensor out) {
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out,
+    OptionalTensor cast_weight) {
   const TrainOutputs made =
       forward(x, weight, bias, bn_weight, bn_bias, eps, residual, {stride, padding, dilation, groups}, act, dtype,
-              allow_tf32, running_mean, running_var, num_batches_tracked, momentum, out);
+              allow_tf32, running_mean, running_var, num_batches_tracked, momentum, out, cast_weight);
   const bool casts = made.cast_weight.defined();
   return {made.y, made.z, made.mean, made.var, casts ? made.cast_weight : empty_vector(x, 0, dtype_of(dtype))};
 }
@@ -211,6 +208,29 @@ Grads conv_bn_act_train_backward_(Tensor grad_y, Tensor x, Tensor weight, Option
   return train_backward(grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
                         {stride, padding, dilation, groups}, act, dtype, allow_tf32, output_mask, cast_weight,
                         std::nullopt, grad_x, more);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bn_act_backward(Tensor grad_y, Tensor z, Tensor mean, Tensor var,
+                                                   OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                                   int64_t act, std::vector<bool> output_mask) {
+  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+  if (z.dim() != 4) fail("z must have 4 dimensions, got ", z.dim());
+  if (output_mask.size() != 3) fail("output_mask must have 3 entries, got ", output_mask.size());
+  const DType type = dtype_of(z.scalar_type());
+  const cudaStream_t stream = current_stream(z);
+  std::vector<Tensor> keep_alive;
+  Affine affine;
+  affine.gamma = channel_vector(bn_weight, "bn_weight", z.size(1), z, keep_alive);
+  affine.beta = channel_vector(bn_bias, "bn_bias", z.size(1), z, keep_alive);
+  affine.mean = channel_vector(mean, "mean", z.size(1), z, keep_alive);
+  affine.var = channel_vector(var, "var", z.size(1), z, keep_alive);
+  affine.eps = eps;
+  ActGrads grads =
+      act_backward(grad_y, dense_rows(z, type, stream), affine, act_of(act), /*batch_stats=*/true, output_mask, stream);
+  if (output_mask[1] && bn_weight.has_value()) grads.gamma = in_form_of(grads.gamma, *bn_weight);
+  if (output_mask[2] && bn_bias.has_value()) grads.beta = in_form_of(grads.beta, *bn_bias);
+  return {or_empty(grads.z, output_mask[0], z, type), or_empty(grads.gamma, output_mask[1], z, type),
+          or_empty(grads.beta, output_mask[2], z, type)};
 }
 
 }  // namespace yolo12_fastconv

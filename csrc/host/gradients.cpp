@@ -11,25 +11,12 @@
 namespace yolo12_fastconv {
 namespace {
 
-// An op returns tensors, never None: a gradient nobody asked for is empty.
-Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype) {
-  return wanted && grad.defined() ? grad : empty_vector(like, 0, dtype);
-}
-
 bool same_strides(const Tensor& a, const Tensor& b) {
   const auto first = a.strides(), second = b.strides();
   for (int64_t dim = 0; dim < a.dim(); ++dim) {
     if (first[dim] != second[dim]) return false;
   }
   return true;
-}
-
-// `grad`, which is dense, in the dtype and strides of `like`, as the fake kernels promise. An allocation costs as much as
-// a launch, so none is made to compare with.
-Tensor in_form_of(const Tensor& grad, const Tensor& like) {
-  if (grad.scalar_type() == like.scalar_type() && same_strides(grad, like)) return grad;
-  Tensor out = torch::stable::empty_like(like);
-  return torch::stable::copy_(out, grad);
 }
 
 Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
@@ -99,6 +86,13 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
   if (!out.has_value()) return transposed.run({}, Act::kIdentity, added);
   transposed.run_out({}, Act::kIdentity, added, *out);
   return *out;
+}
+
+void check_grad(const Tensor& grad, const char* name, const std::vector<int64_t>& wanted) {
+  const auto have = grad.sizes();
+  if (grad.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin())) {
+    fail(name, " must have the shape of y, ", wanted[0], "x", wanted[1], "x", wanted[2], "x", wanted[3]);
+  }
 }
 
 void check_added(const Tensor& added, const char* name, const Tensor& x) {
@@ -195,59 +189,74 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
 
 }  // namespace
 
+Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype) {
+  return wanted && grad.defined() ? grad : empty_vector(like, 0, dtype);
+}
+
+// An allocation costs as much as a launch, so none is made to compare with.
+Tensor in_form_of(const Tensor& grad, const Tensor& like) {
+  if (grad.scalar_type() == like.scalar_type() && same_strides(grad, like)) return grad;
+  Tensor out = torch::stable::empty_like(like);
+  return torch::stable::copy_(out, grad);
+}
+
+void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype) {
+  const auto have = cast.sizes(), wanted = weight.sizes();
+  if (cast.scalar_type() != dtype || cast.dim() != 4 || !std::equal(have.begin(), have.end(), wanted.begin()) ||
+      !cast.is_cuda() || cast.get_device_index() != weight.get_device_index()) {
+    fail("cast_weight must be weight in dtype ", torch::headeronly::toString(dtype), ", from conv_bn_act_train_");
+  }
+}
+
 Act act_of(int64_t code) {
   if (code != 0 && code != 1) fail("act must be 0 (identity) or 1 (silu), got ", code);
   return static_cast<Act>(code);
 }
 
-Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,
-               const BackwardInputs& in, const std::vector<bool>& wanted) {
+ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
+                      const std::vector<bool>& wanted, cudaStream_t stream) {
+  const DType dtype = dtype_of(z.scalar_type());
+  const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const bool has_bn = affine.mean.data != nullptr;
+  const auto size = z.sizes();
+  check_grad(grad_y, "grad_y", {size[0], size[1], size[2], size[3]});
+  ActGrads grads;
+  const Tensor rows = as_row_matrix(grad_y, dtype, stream);
+  BatchNormBackwardArgs args;
+  args.grad_y = rows.const_data_ptr();
+  args.grad_y_stride = row_stride(rows);
+  args.z = z.const_data_ptr();
+  args.rows = size[0] * size[2] * size[3];
+  args.channels = static_cast<int>(size[1]);
+  args.affine = affine;
+  args.act = act;
+  args.batch_stats = batch_stats;
+  args.grad_beta = args.grad_gamma = args.workspace = nullptr;
+  Tensor workspace;
+  if (has_bn && (batch_stats || wanted[1] || wanted[2])) {
+    grads.beta = empty_vector(z, args.channels, sum_dtype);
+    grads.gamma = empty_vector(z, args.channels, sum_dtype);
+    workspace = empty_bytes(z, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
+    args.grad_beta = grads.beta.mutable_data_ptr();
+    args.grad_gamma = grads.gamma.mutable_data_ptr();
+    args.workspace = workspace.mutable_data_ptr();
+  }
+  args.grad_z = nullptr;
+  if (wanted[0]) {
+    grads.z = empty_channels_last(z, size[0], size[1], size[2], size[3], dtype);
+    args.grad_z = grads.z.mutable_data_ptr();
+  }
+  batch_norm_backward(args, dtype, stream);
+  return grads;
+}
+
+ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z, const Tensor& x, const Tensor& weight,
+                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const DType x_dtype = dtype_of(x.scalar_type());
   const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const cudaStream_t stream = convolution.stream();
-  if (wanted.size() != 5) fail("output_mask must have 5 entries, got ", wanted.size());
-  const auto expected = in.z.sizes();
-  const auto given = in.grad_y.sizes();
-  if (in.grad_y.dim() != 4 || !std::equal(given.begin(), given.end(), expected.begin())) {
-    fail("grad_y must have the shape of y, ", s.batch, "x", s.out_channels, "x", s.out_h, "x", s.out_w);
-  }
-  const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
-  const bool has_bn = in.affine.mean.data != nullptr;
-
-  Tensor grad_z, grad_beta, grad_gamma;
-  if (!has_bn && in.act == Act::kIdentity) {
-    grad_z = as_row_matrix(in.grad_y, dtype, stream);
-  } else {
-    const Tensor grad_y = as_row_matrix(in.grad_y, dtype, stream);
-    BatchNormBackwardArgs args;
-    args.grad_y = grad_y.const_data_ptr();
-    args.grad_y_stride = row_stride(grad_y);
-    args.z = in.z.const_data_ptr();
-    args.rows = s.out_pixels();
-    args.channels = s.out_channels;
-    args.affine = in.affine;
-    args.act = in.act;
-    args.batch_stats = in.batch_stats;
-    args.grad_beta = args.grad_gamma = args.workspace = nullptr;
-    Tensor workspace;
-    if (has_bn && (in.batch_stats || wanted[kGradGamma] || wanted[kGradBeta])) {
-      grad_beta = empty_vector(x, s.out_channels, sum_dtype);
-      grad_gamma = empty_vector(x, s.out_channels, sum_dtype);
-      workspace = empty_bytes(x, batch_norm_workspace_bytes(args.rows, args.channels, dtype));
-      args.grad_beta = grad_beta.mutable_data_ptr();
-      args.grad_gamma = grad_gamma.mutable_data_ptr();
-      args.workspace = workspace.mutable_data_ptr();
-    }
-    args.grad_z = nullptr;
-    if (conv_wanted) {
-      grad_z = empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, dtype);
-      args.grad_z = grad_z.mutable_data_ptr();
-    }
-    batch_norm_backward(args, dtype, stream);
-  }
-
   const bool adds = wanted[kGradX] && in.add_to_grad_x.has_value();
   if (adds) check_added(*in.add_to_grad_x, "add_to_grad_x", x);
   const bool in_place = wanted[kGradX] && in.grad_x.has_value();
@@ -256,44 +265,44 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     if (in.grad_x->scalar_type() != x.scalar_type()) fail("grad_x must have the dtype of x");
     if (in.more.has_value()) check_added(*in.more, "more", x);
   }
+  if (!wanted[kGradX] && !wanted[kGradWeight] && !wanted[kGradBias]) return {};
+  check_grad(grad_of_z, "grad_y", {s.batch, s.out_channels, s.out_h, s.out_w});
   bool added = false;
   ConvGrads grads;
-  if (conv_wanted) {
-    const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
-    GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
-    own.stem = own.stem && is_for_stem(convolution, grad_z, x);
-    const bool own_x = wanted[kGradX] && own.dgrad.has_value();
-    const bool own_weight = wanted[kGradWeight] && (own.stem || own.wgrad != WgradFamily::kAten);
-    const bool sm90_weight = own_weight && !own.stem && own.wgrad == WgradFamily::kSm90;
-    Tensor grad_bias;
-    if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
-    if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-    if (own_x) {
-      // Depthwise kernels write dense rows only.
-      const bool sums = in_place && x_dtype == dtype && s.groups == 1;
-      if (sums && in.more.has_value()) add_in_place(*in.grad_x, {*in.more}, dtype, stream);
-      added = sums || (adds && x_dtype == dtype);
-      // The same filter, of half the bytes, from the copy that the forward pass has made.
-      const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
-      grads.x = sums ? input_gradient(convolution, *own.dgrad, grad_z, filter, in.grad_x, in.grad_x)
-                     : input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt,
-                                      std::nullopt);
-    }
-    const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
-    const bool calls_aten = others[0] || others[1];
-    const Tensor cast_x = calls_aten || (own_weight && !sm90_weight && !own.stem) ? convolution.cast_x() : x;
-    if (calls_aten) {
-      const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
-      ConvGrads rest = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);
-      if (own_x) rest.x = grads.x;
-      grads = rest;
-    }
-    if (own_weight) {
-      grads.weight =
-          weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
-    }
-    grads.bias = grad_bias;
+  Tensor grad_z = as_row_matrix(grad_of_z, dtype, stream);
+  const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
+  GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
+  own.stem = own.stem && is_for_stem(convolution, grad_z, x);
+  const bool own_x = wanted[kGradX] && own.dgrad.has_value();
+  const bool own_weight = wanted[kGradWeight] && (own.stem || own.wgrad != WgradFamily::kAten);
+  const bool sm90_weight = own_weight && !own.stem && own.wgrad == WgradFamily::kSm90;
+  Tensor grad_bias;
+  if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
+  if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
+  if (own_x) {
+    // Depthwise kernels write dense rows only.
+    const bool sums = in_place && x_dtype == dtype && s.groups == 1;
+    if (sums && in.more.has_value()) add_in_place(*in.grad_x, {*in.more}, dtype, stream);
+    added = sums || (adds && x_dtype == dtype);
+    // The same filter, of half the bytes, from the copy that the forward pass has made.
+    const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+    grads.x = sums ? input_gradient(convolution, *own.dgrad, grad_z, filter, in.grad_x, in.grad_x)
+                   : input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt,
+                                    std::nullopt);
   }
+  const std::vector<bool> others = {wanted[kGradX] && !own_x, wanted[kGradWeight] && !own_weight, false};
+  const bool calls_aten = others[0] || others[1];
+  const Tensor cast_x = calls_aten || (own_weight && !sm90_weight && !own.stem) ? convolution.cast_x() : x;
+  if (calls_aten) {
+    const Tensor cast_weight = in.cast_weight.has_value() ? *in.cast_weight : convolution.cast_weight();
+    ConvGrads rest = convolution_backward(grad_z, cast_x, cast_weight, in.bias.has_value(), geometry, others);
+    if (own_x) rest.x = grads.x;
+    grads = rest;
+  }
+  if (own_weight) {
+    grads.weight = weight_gradient(convolution, own, grad_z, sm90_weight ? x_for_sm90(x, convolution) : cast_x, weight);
+  }
+  grads.bias = grad_bias;
   if (in_place && !added) {
     std::vector<Tensor> maps;
     if (in.more.has_value()) maps.push_back(*in.more);
@@ -305,11 +314,28 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   }
   if (wanted[kGradWeight]) grads.weight = in_form_of(grads.weight, weight);
   if (wanted[kGradBias]) grads.bias = in_form_of(grads.bias, *in.bias);
-  if (wanted[kGradGamma] && in.bn_weight.has_value()) grad_gamma = in_form_of(grad_gamma, *in.bn_weight);
-  if (wanted[kGradBeta] && in.bn_bias.has_value()) grad_beta = in_form_of(grad_beta, *in.bn_bias);
-  return {or_empty(grads.x, wanted[kGradX] && !in_place, x, x_dtype),
+  return grads;
+}
+
+Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,
+               const BackwardInputs& in, const std::vector<bool>& wanted) {
+  const DType x_dtype = dtype_of(x.scalar_type());
+  if (wanted.size() != 5) fail("output_mask must have 5 entries, got ", wanted.size());
+  const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
+  ActGrads act;
+  if (in.affine.mean.data == nullptr && in.act == Act::kIdentity) {
+    act.z = in.grad_y;
+  } else {
+    act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
+                       {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
+  }
+  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry,
+                                        {in.bias, in.cast_weight, in.add_to_grad_x, in.grad_x, in.more}, wanted);
+  if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
+  if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);
+  return {or_empty(grads.x, wanted[kGradX] && !in.grad_x.has_value(), x, x_dtype),
           or_empty(grads.weight, wanted[kGradWeight], x, x_dtype), or_empty(grads.bias, wanted[kGradBias], x, x_dtype),
-          or_empty(grad_gamma, wanted[kGradGamma], x, x_dtype), or_empty(grad_beta, wanted[kGradBeta], x, x_dtype)};
+          or_empty(act.gamma, wanted[kGradGamma], x, x_dtype), or_empty(act.beta, wanted[kGradBeta], x, x_dtype)};
 }
 
 }  // namespace yolo12_fastconv

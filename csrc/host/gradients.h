@@ -1,6 +1,7 @@
 // What the two backward ops share: from grad_z to the gradients that the schema returns.
 #pragma once
 
+#include "aten.h"
 #include "convolution.h"
 #include "ops.h"
 
@@ -10,7 +11,7 @@ namespace yolo12_fastconv {
 enum Wanted { kGradX = 0, kGradWeight, kGradBias, kGradGamma, kGradBeta };
 
 struct BackwardInputs {
-  Tensor grad_y, z;
+  Tensor grad_y, z;  // without batch norm and activation z is not read, and may be undefined
   OptionalTensor bias, bn_weight, bn_bias;
   Affine affine;     // gamma, beta, mean, var, eps of the batch norm; empty: none
   Act act;
@@ -22,8 +23,35 @@ struct BackwardInputs {
   OptionalTensor grad_x = std::nullopt, more = std::nullopt;
 };
 
+// Both halves, one after the other.
 Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,
                const BackwardInputs& inputs, const std::vector<bool>& wanted);
+
+struct ActGrads {
+  Tensor z, gamma, beta;  // undefined where not asked for; gamma and beta in the dtype that sums are taken in
+};
+
+// From the gradient of y to that of z, which is dense channels_last, through activation and batch norm. wanted: z, gamma,
+// beta.
+ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
+                      const std::vector<bool>& wanted, cudaStream_t stream);
+
+struct ConvBackwardInputs {
+  OptionalTensor bias, cast_weight, add_to_grad_x;
+  OptionalTensor grad_x = std::nullopt, more = std::nullopt;  // as in BackwardInputs
+};
+
+// From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
+ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
+                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted);
+
+// An op returns tensors, never None: a gradient nobody asked for is empty.
+Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype);
+// `grad`, which is dense, in the dtype and strides of `like`, as the fake kernels promise.
+Tensor in_form_of(const Tensor& grad, const Tensor& like);
+
+// Raises unless `cast` is `weight` in `dtype`, on the same device.
+void check_cast(const Tensor& cast, const Tensor& weight, ScalarType dtype);
 
 Act act_of(int64_t code);
 

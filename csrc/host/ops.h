@@ -52,10 +52,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_act_train_(
     Tensor x, Tensor weight, OptionalTensor bias, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
     OptionalTensor residual, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, int64_t act, ScalarType dtype, bool allow_tf32, OptionalTensor running_mean,
-    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out);
+    OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum, OptionalTensor out,
+    OptionalTensor cast_weight);
 
 Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
               int64_t act);
+
+std::tuple<Tensor, Tensor, Tensor> bn_act_backward(Tensor grad_y, Tensor z, Tensor mean, Tensor var,
+                                                   OptionalTensor bn_weight, OptionalTensor bn_bias, double eps,
+                                                   int64_t act, std::vector<bool> output_mask);
+
+std::tuple<Tensor, Tensor, Tensor> conv_backward(Tensor grad_z, Tensor x, Tensor weight, OptionalTensor bias,
+                                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                                 std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                                                 bool allow_tf32, std::vector<bool> output_mask,
+                                                 OptionalTensor cast_weight, OptionalTensor add_to_grad_x);
+
+void conv_backward_(Tensor grad_z, Tensor x, Tensor weight, std::vector<int64_t> stride, std::vector<int64_t> padding,
+                    std::vector<int64_t> dilation, int64_t groups, ScalarType dtype, bool allow_tf32,
+                    OptionalTensor cast_weight, Tensor grad_x, OptionalTensor more);
 
 void update_running_stats_(Tensor running_mean, Tensor running_var, OptionalTensor num_batches_tracked, Tensor mean,
                            Tensor var, std::optional<double> momentum, int64_t count);

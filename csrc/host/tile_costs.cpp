@@ -59,18 +59,20 @@ double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, con
   // What the kernels' launch bounds leave a thread, or its sums, operands and 60 others.
   const int warp_pixels = t.pixels / t.warps_pixels, warp_channels = t.channels / t.warps_channels;
   const bool bounded = element == 2 && warp_pixels * warp_channels <= 2048;
-  const int registers = bounded ? (t.window && threads < 256 ? 160 : 128)
-                                : std::min(255, warp_pixels * warp_channels / 32 + (warp_pixels + warp_channels) / 2 + 60);
+  const int registers = bounded
+                            ? (t.window && threads < 256 ? 160 : 128)
+                            : std::min(255, warp_pixels * warp_channels / 32 + (warp_pixels + warp_channels) / 2 + 60);
   const int64_t blocks = ceil_div<int64_t>(pixels, t.pixels) * ceil_div(s.out_channels, t.channels);
-  const double share =
-      std::max(block_share(shared_bytes, threads, registers), (shared_bytes + 1024) / shared_kilobytes(capability) / 1024);
+  const double share = std::max(block_share(shared_bytes, threads, registers),
+                                (shared_bytes + 1024) / shared_kilobytes(capability) / 1024);
   const double turns = std::ceil(double(blocks) / kMultiprocessors);  // blocks that the busiest multiprocessor gets
   const double resident = std::clamp(std::floor(1 / share), 1.0, turns);
   const double full = std::ceil(turns / resident) * resident;
   const double rounds = turns + c.tile_wave * (full - turns);
   const double outputs = double(t.pixels) * t.channels;
   const double products = steps * outputs * 16 / c.tile_products;
-  const double chain = (stages * c.tile_stage + steps * c.tile_step + (t.window ? c.tile_window : c.tile_block)) / resident;
+  const double chain =
+      (stages * c.tile_stage + steps * c.tile_step + (t.window ? c.tile_window : c.tile_block)) / resident;
   const auto norm = [&](double a, double b) {
     return std::pow(std::pow(a, c.tile_overlap) + std::pow(b, c.tile_overlap), 1 / c.tile_overlap);
   };
