@@ -159,6 +159,18 @@ def test_opcheck():
     )
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     opcheck(OPS.conv_bn_act_train_backward_.default, in_place, test_utils=tests)
+    *form, _act, dtype, tf32 = call[7:]
+    alone = (z, x, weight, *form, dtype, tf32, None, wide[:, 3:9], wide[:, 9:15])
+    opcheck(OPS.conv_backward_.default, alone, test_utils=tests)
+    made = OPS.conv_backward.default(
+        z, x, weight, None, *form, dtype, tf32, [True, False, False], None, wide[:, 9:15]
+    )[0]
+    before = wide.clone()
+    OPS.conv_backward_.default(*alone)
+    torch.testing.assert_close(wide[:, 3:9], before[:, 3:9] + made)
+    assert torch.equal(wide[:, :3], before[:, :3]) and torch.equal(wide[:, 9:], before[:, 9:])
+    with pytest.raises(RuntimeError, match="conv_backward_ has no gradient"):
+        OPS.conv_backward_.default(z, x.clone().requires_grad_(), *alone[2:])
 
 
 BLOCKS = {  # block, and how many of its convolutions add to a slice of a concat's gradient

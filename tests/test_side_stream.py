@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support import tensors
+from support import OpLog, tensors
 from torch import nn
 
 from yolo12_fastconv import _autograd, _side_stream, _weight_casts, heads, ops
@@ -109,7 +109,11 @@ def test_a_backward_is_identical(yolo12n, memory, count):
     yolo12n.requires_grad_(True).train()
     x = torch.rand(2, 3, 64, 64)
     expected, _ = gradients(yolo12n, x)
-    found, branches = gradients(yolo12n, x, lambda leaves: Late(LateStreams(count), leaves))
+    with OpLog() as log:
+        found, branches = gradients(yolo12n, x, lambda leaves: Late(LateStreams(count), leaves))
+    # Into the slices of concats' gradients, as without branches.
+    assert log.names.count("yolo12_fastconv.conv_backward_.default") > 10
+    assert "yolo12_fastconv.conv_bn_act_train_backward_.default" not in log.names
     convolutions = sum(isinstance(m, nn.Conv2d) for m in yolo12n.modules()) - 1  # that of `dfl` is a constant
     assert branches.runs == convolutions
     assert same(found, expected)
