@@ -11,7 +11,7 @@
 //   of the first pass wait in shared memory for the same lane.
 #include "../device/attention_backward.cuh"
 #include "../device/dependent_launch.cuh"
-#include "../device/hopper_transposed.cuh"
+#include "../device/hopper.cuh"
 #include "../device/launch_limits.cuh"
 
 namespace yolo12_fastconv {
