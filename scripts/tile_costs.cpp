@@ -1,7 +1,7 @@
 // The menu's estimates for scripts/tune.py, which compiles this with csrc/host/tile_costs.cpp and sm90_plan.cpp into a
 // library of its own: many at once, with constants of the caller's.
-#include "device/gemm_tiles.h"
 #include "device/tile_costs.h"
+#include "device/gemm_tiles.h"
 
 #include <iterator>
 

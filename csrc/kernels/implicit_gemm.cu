@@ -63,8 +63,8 @@ struct GemmConfig {
   // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
   // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
   // longer.
-  static constexpr int kFittingBlocks = kTile.window ? (kThreads < 256 ? 400 / kThreads : 2)
-                                                     : 227 * 1024 / (kStages * kStageBytes + 1024);
+  static constexpr int kFittingBlocks =
+      kTile.window ? (kThreads < 256 ? 400 / kThreads : 2) : 227 * 1024 / (kStages * kStageBytes + 1024);
   static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
                                  : kFittingBlocks < 512 / kThreads                    ? kFittingBlocks
                                                                                       : 512 / kThreads;
@@ -527,7 +527,8 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulator
 }
 
 template <class Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
   let_later_kernels_start();
@@ -616,9 +617,7 @@ struct WindowConfig : GemmConfig<Element, kTile> {
 
   static constexpr int window_rows(int width) { return Base::kPixels + 2 * width + 4; }
   static constexpr int table_bytes(int width) { return (window_rows(width) + Base::kPixels + 32) / 32 * 128; }
-  static constexpr int shared_bytes(int width, int channels) {
-    return window_bytes(kTile, width, channels);
-  }
+  static constexpr int shared_bytes(int width, int channels) { return window_bytes(kTile, width, channels); }
 
   static_assert(Base::kChunks == 4 && Base::kGroups == 1 && (Base::kStages == 2 || Base::kStages == 3));
 };
@@ -728,7 +727,8 @@ __device__ __forceinline__ void multiply_filter_row(Accumulators<Config>& sum, u
 }
 
 template <class Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm_kernel(const __grid_constant__ GemmArgs args) {
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kBlocks) void window_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
   using T = typename Config::T;
   extern __shared__ __align__(128) char shared[];
@@ -742,7 +742,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm
 
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
   int* const rows = reinterpret_cast<int*>(shared + Config::kAffineBytes);  // of the window: offsets in x, in 16 bytes
-  int* const pixels = rows + window_rows;                                     // of the tile: pixels of y
+  int* const pixels = rows + window_rows;  // of the tile: pixels of y
   char* out = shared + Config::kAffineBytes + Config::table_bytes(args.in_w);
   const uint32_t weights = shared_address(out), windows = weights + Config::kStages * Config::kStageBytes;
 
@@ -755,10 +755,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm
     args.by_out_w.divide(max(m, 0), image_row, q);
     args.by_out_h.divide(image_row, image, p);
     const bool inside = m >= 0 && q < args.in_w && p < args.in_h && image < args.x_images;
-    const int offset = i < window_rows ? ((image - first_image) * static_cast<int>(args.x_stride_n) +
-                                          p * args.x_stride_h + q * args.x_stride_w) /
-                                             Config::kLanes
-                                       : (image * args.in_h + p) * args.in_w + q;
+    const int offset =
+        i < window_rows
+            ? ((image - first_image) * static_cast<int>(args.x_stride_n) + p * args.x_stride_h + q * args.x_stride_w) /
+                  Config::kLanes
+            : (image * args.in_h + p) * args.in_w + q;
     rows[i] = inside ? offset : -1;
   }
   const T* const x = static_cast<const T*>(args.x) + first_image * args.x_stride_n;
@@ -776,8 +777,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void window_gemm
     commit_async_copies();
   }
   if (threadIdx.x < Config::kChannels) {
-    affine[threadIdx.x] =
-        fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, args.act == Act::kSilu);
+    affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, args.act == Act::kSilu);
   }
 
   Accumulators<Config> sum = {};
