@@ -367,7 +367,8 @@ class WarpMoments {
   static constexpr uint32_t kAllRows = 0xffff;
   // Rows at once. Straight code is fetched more slowly than it runs, but a loop has swizzled addresses to compute. Whole
   // layers, us, unrolled and as a loop: 96->96 3x3 80x80 (tiles of 96) 114 and 100, 64->128 3x3/2 320x320 (64) 361 and 371.
-  static constexpr int kUnroll = kChannels == 96 || kChannels == 192 ? 4 : 16;
+  // Unrolled, tiles of 256 spilled 8 bytes.
+  static constexpr int kUnroll = kChannels == 96 || kChannels >= 192 ? 4 : 16;
   static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
   static constexpr int kParts = kChannels / kStoreChannels;
   static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
@@ -986,11 +987,17 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
   const int lag = index * args.lag_blocks;
   const int last = work.first_block + work.blocks, end = last == args.blocks ? 0 : last;  // split
   const bool finishes = !kSplit || owner_of_sums(args, threadIdx.x / 32 % 4) == work.rank;
-  // Of the tile that is written next: where registers allow, known before its products are.
-  constexpr bool kPositionAhead = sizeof(T) == 2 && kChannels <= 128;
-  TilePosition position = position_of_tile(index);
-  if (finishes && index < work.tiles) writer.load_residual(position, 0);
+  // Of the tile that is written next: where registers allow, known before its products are. Moments leave none.
+  constexpr bool kPositionAhead = sizeof(T) == 2 && kChannels <= 128 && !kStats;
+  TilePosition position;
+  if constexpr (!kStats) {
+    position = position_of_tile(index);
+    if (finishes && index < work.tiles) writer.load_residual(position, 0);
+  }
   worker.skip(lag);
+  // Wide tiles with moments have no register for it later.
+  constexpr bool kFoldedFirst = kStats && kChannels > 64;
+  if (kFoldedFirst) barrier_wait(affine_barrier(args, shared), 0);
   for (int i = index; i < work.tiles; i += args.workers) {
     float sum[kChannels / 2] = {};
     if (args.resident) {
@@ -998,7 +1005,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     } else {
       worker.template multiply_tile<true>(sum, kSplit ? work.first_block : lag, kSplit ? end : lag, true);
     }
-    if (i == index) barrier_wait(affine_barrier(args, shared), 0);
+    if (!kFoldedFirst && i == index) barrier_wait(affine_barrier(args, shared), 0);
     if constexpr (kSplit) gather_sums<kChannels>(args, sum, work, index, shared);
     if (finishes) {
       if constexpr (!kPositionAhead) position = position_of_tile(i);
@@ -1009,9 +1016,11 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
       }
     }
     if constexpr (kSplit) break;  // a tile per worker
-    if (i + args.workers < work.tiles) {
-      position = position_of_tile(i + args.workers);
-      writer.load_residual(position, 0);
+    if constexpr (!kStats) {
+      if (i + args.workers < work.tiles) {
+        position = position_of_tile(i + args.workers);
+        writer.load_residual(position, 0);
+      }
     }
   }
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
