@@ -282,8 +282,7 @@ def test_double_backward_through_a_block():
         return torch.autograd.grad(first.square().sum(), [x, *module.parameters()], allow_unused=True)
 
     block, x = block_of("C3k2 of C3k")
-    for module in block.modules():
-        module.__dict__["_fc_memory"] = "fast"
+    patch_modules(block, memory="fast")
     stock = support.uneven(C3k2(16, 32, 1, True)).double().train()
     stock.load_state_dict(block.state_dict())
     for ours, theirs in zip(second(block, x), second(stock, x), strict=True):
