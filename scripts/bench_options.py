@@ -14,7 +14,7 @@ OURS = ("ours", "ours-graph")
 """Contenders that are patched: without CUDA graphs and with them. On a CPU there is the first alone."""
 T = TypeVar("T")
 
-__all__ = ["DTYPES", "MODELS", "OURS", "UsageError", "fill", "keys_of"]
+__all__ = ["DTYPES", "MODELS", "ONE", "OURS", "UsageError", "fill", "keys_of"]
 
 
 def several(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
@@ -84,6 +84,15 @@ COMMON: Keys = {
     "budget": (seconds_of, "seconds"),
 }
 """Keys that mean the same in several commands."""
+
+
+ONE: Keys = {
+    "model": (one_of(MODELS), f"one of {', '.join(MODELS)}"),
+    "dtype": (one_of(DTYPES), f"one of {', '.join(DTYPES)}"),
+    "batch": (positive, "a number from 1"),
+    **{key: COMMON[key] for key in ("imgsz", "out", "budget")},
+}
+"""Keys of commands that measure one set."""
 
 
 def keys_of(*common: str, **own: tuple[Callable[[str], object], str]) -> Keys:

@@ -13,7 +13,7 @@ import numpy as np
 import record_files
 import records
 import timing
-from bench_options import COMMON, DTYPES, MODELS, UsageError, fill, keys_of, one_of
+from bench_options import ONE, UsageError, fill, keys_of
 from numpy.typing import NDArray
 from records import RECORDS
 
@@ -55,17 +55,11 @@ class Options:
     budget: float = float("inf")
 
 
-_KEYS = keys_of(
-    "imgsz",
-    model=(one_of(MODELS), f"one of {', '.join(MODELS)}"),
-    dtype=(one_of(DTYPES), f"one of {', '.join(DTYPES)}"),
+_KEYS = ONE | keys_of(
     steps=(positive, "a number from 1"),
-    batch=(positive, "a number from 1"),
     pictures=(positive, "a number from 1"),
     seed=(int, "a number"),
     stock=(lambda text: {"2": 2, "3": 3, "4": 4}[text], "2, 3 or 4"),
-    out=COMMON["out"],
-    budget=COMMON["budget"],
 )
 
 

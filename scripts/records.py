@@ -1,8 +1,7 @@
 """What gpu_record.py and benchmark.py share: the records of docs/benchmarks/, and the part of the README made of them.
 
 There are two families of files for a GPU: <gpu>.json, tests and parity, of gpu_record.py, and <gpu>-<kind>.json, sets
-of measurements, of benchmark.py, which say their kind: layers, model, predict, train, ddp, convergence,
-soak.
+of measurements, of benchmark.py, which say their kind: one of `ORDER`, but parity.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import timing
 import torch
-from bench_options import COMMON, DTYPES, MODELS, OURS, fill, keys_of, one_of, several
+from bench_options import ONE, OURS, fill, keys_of, several
 from records import RECORDS
 
 from yolo12_fastconv._arguments import positive
@@ -50,16 +50,10 @@ class Options:
     budget: float = float("inf")
 
 
-_KEYS = keys_of(
-    "imgsz",
-    model=(one_of(MODELS), f"one of {', '.join(MODELS)}"),
-    dtype=(one_of(DTYPES), f"one of {', '.join(DTYPES)}"),
+_KEYS = ONE | keys_of(
     seconds=(positive, "a number from 1"),
-    batch=(positive, "a number from 1"),
     workers=(int, "a number"),
     contenders=(several(("stock", *OURS)), f"some of stock,{','.join(OURS)}"),
-    out=COMMON["out"],
-    budget=COMMON["budget"],
 )
 
 
@@ -101,15 +95,16 @@ def train(options: Options, identity: dict[str, Any], contender: str, on_cpu: bo
 
     samples: list[dict[str, float]] = []
     start = time.monotonic()
+    full = 3 if on_cpu else STEPS
 
     def look(trainer: Any) -> None:
-        samples.append({"steps": trainer.epoch + 1, "seconds": time.monotonic() - start} | memory())
+        steps = (trainer.epoch + 1) * (full + 1)
+        samples.append({"steps": steps, "seconds": time.monotonic() - start} | memory())
         # Ultralytics looks at this after every epoch, as for patience=.
         trainer.stop = samples[-1]["seconds"] > options.seconds and len(samples) >= WARM + LEAST
 
     with tempfile.TemporaryDirectory() as folder:
-        steps = 3 if on_cpu else STEPS
-        count = steps * options.batch + max(options.batch // 2, 1)
+        count = full * options.batch + max(options.batch // 2, 1)
         data = train_iterations.dataset(Path(folder), options.imgsz, count)
         settings = train_iterations.settings_of(identity, folder, "cpu" if on_cpu else "cuda") | {
             "epochs": 10**6, "patience": 0, "val": True, "workers": 0 if on_cpu else options.workers,
@@ -120,7 +115,7 @@ def train(options: Options, identity: dict[str, Any], contender: str, on_cpu: bo
         yolo.add_callback("on_pretrain_routine_start", train_iterations.without_amp_check)
         yolo.add_callback("on_fit_epoch_end", look)
         yolo.train(data=str(data), **settings)
-    return [{**one, "steps": one["steps"] * (steps + 1)} for one in samples]
+    return samples
 
 
 def memory() -> dict[str, float]:
