@@ -186,5 +186,5 @@ def _counts(call: timing.Call, row: dict[str, Any], on_gpu: bool) -> dict[str, A
     if on_gpu:
         counts = timing.profiled(call)
         found |= {key: int(counts[key]) for key in ("launches", "kernels")}
-        found["kernel_ms"] = round(counts["kernel_us"] / 1000, 3)
+        found["kernel_ms"] = round(counts["busy_us"] / 1000, 3)
     return found

@@ -92,7 +92,7 @@ def model_table(sets: list[dict[str, Any]]) -> str:
                 "ms",
                 "spread",
                 "images/s",
-                "kernels ms",
+                "GPU busy, ms",
                 "host ms",
                 "launches / image",
                 "kernels",
@@ -252,7 +252,7 @@ def train_table(sets: list[dict[str, Any]]) -> str:
 
 def _passes_table(measured: dict[str, Any]) -> list[str]:
     heads = (
-        *("contender", "ms", "spread", "kernels ms", "host ms", "host share", "kernels", "peak GiB"),
+        *("contender", "ms", "spread", "GPU busy, ms", "host ms", "host share", "kernels", "peak GiB"),
         *("compile s", "against float64"),
     )
     return lines(
@@ -322,7 +322,7 @@ def _blocks_table(measured: dict[str, Any], shown: int = 20) -> list[str]:
     ours, eager = block_sums(measured)
     target = TARGETS_MS.get(measured["model"]) if measured["batch"] == 32 else None
     table = lines(
-        ("layer", "count", "ours µs", "kernels", "eager µs", "kernels", "ours / eager", "note"),
+        ("layer", "count", "ours busy, µs", "kernels", "eager busy, µs", "kernels", "ours / eager", "note"),
         (
             (
                 row["name"],
@@ -338,7 +338,7 @@ def _blocks_table(measured: dict[str, Any], shown: int = 20) -> list[str]:
         ),
     )
     more = f"; {len(rows) - shown} more layers in the record" if len(rows) > shown else ""
-    sums = f"sums, ms: ours {number(ours, 2)}, eager {number(eager, 2)}"
+    sums = f"sums of GPU busy, ms: ours {number(ours, 2)}, eager {number(eager, 2)}"
     return [*table, "", f"{sums}, to reach {number(target, 1)}{more}"]
 
 
@@ -436,7 +436,7 @@ def _blocks_part(sets: list[dict[str, Any]]) -> list[str]:
             )
         )
     return [
-        "All Conv blocks alone, forward and backward, summed kernel time in ms:",
+        "All Conv blocks alone, forward and backward: sum over the blocks of the time in which the GPU is busy, ms:",
         "",
         *lines(
             ("model", "batch", "imgsz", "precision", "mode", "ours", "eager channels_last", "eager / ours"),

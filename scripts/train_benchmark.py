@@ -21,7 +21,7 @@ train: training under autocast; on a CPU only to see that it runs (no record), a
   model=yolo12n batch=2 imgsz=64 dtype=fp32 iterations=3
   scope=model,iteration,layers   default: model,iteration
       model: forward and backward of the model, without loss; iteration: YOLO.train as shipped, on generated pictures;
-      layers: kernel time of every Conv block alone
+      layers: every Conv block alone, the time in which the GPU is busy
   model=yolo12n,yolo12x   default: n,m               batch=32          default
   dtype=fp16,bf16,fp32    default: fp16              imgsz=640         default; a multiple of 32
   mode=deterministic,free default: deterministic, as Ultralytics trains; of scope=iteration too

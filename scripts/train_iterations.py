@@ -135,7 +135,7 @@ class Watch:
         self.done = 0
         self.whole: list[float] = []
         self.phases: list[dict[str, float]] = []
-        self.kernel_us: float | None = None
+        self.busy_us: float | None = None
         self.peak_gib: float | None = None
         self.before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         self.last = 0.0
@@ -212,16 +212,16 @@ class Watch:
     def _stop_profiler(self, iterations: int) -> None:
         timing.synchronize()
         self.profiler.stop()
-        self.kernel_us = timing.totals(self.profiler)["kernel_us"] / iterations
+        self.busy_us = timing.totals(self.profiler)["busy_us"] / iterations
 
     # ---- results
 
     def results(self, batch: int) -> dict[str, Any]:
-        """Fields of a row. GPU busy: kernel time of the profiled iterations over the median time of the timed ones."""
+        """Fields of a row. GPU busy: busy time of the profiled iterations over the median time of the timed ones."""
         if len(self.whole) < 2:
             raise RuntimeError(f"training ended after {self.done} iterations")
         found = timing.summary(self.whole, "ms")
-        busy = None if self.kernel_us is None else round(self.kernel_us / 1000 / found["ms"], 4)
+        busy = None if self.busy_us is None else round(self.busy_us / 1000 / found["ms"], 4)
         names = list(dict.fromkeys(name for phases in self.phases for name in phases))
         phases = {name: _median([one.get(name, 0.0) for one in self.phases]) for name in names}
         return {

@@ -62,7 +62,7 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
         if x.is_cuda:
             counts = timing.profiled(calls[name], 2)
             rows[name] |= {key: int(counts[key]) for key in ("launches", "kernels")}
-            rows[name]["kernel_ms"] = round(counts["kernel_us"] / 1000, 3)
+            rows[name]["kernel_ms"] = round(counts["busy_us"] / 1000, 3)
     complete = all(row["note"] != NO_TIME for row in rows.values())
     return {**identity, "complete": complete, "replays": options.replays, "rows": list(rows.values())}
 

@@ -556,7 +556,7 @@ def test_a_watch_times_profiles_and_ends_the_training(benchmark, monkeypatch):
     assert watch.done == 8 and len(watch.whole) == 3
     assert [set(phases) for phases in watch.phases] == [{"data", "forward", "rest"}] * 2
     assert seen == [("start", 6), ("stop", 8, 2)]
-    watch.whole, watch.kernel_us = [9.0, 10.0, 11.0], 4000.0
+    watch.whole, watch.busy_us = [9.0, 10.0, 11.0], 4000.0
     assert watch.results(32) | {"phases": None} == {
         "ms": 10.0, "spread": 0.16, "images_s": 3200.0, "gpu_busy": 0.4, "phases": None, "peak_gib": None,
     }  # fmt: skip
@@ -654,25 +654,35 @@ def test_counts_of_a_profile(benchmark):
     timing = importlib.import_module("timing")
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
-    class Range:
-        def elapsed_us(self):
-            return 2.5
-
     class Event:
-        time_range = Range()
-
-        def __init__(self, name, device_type, is_user_annotation=False):
+        def __init__(self, name, device_type, start=0.0, end=0.0, is_user_annotation=False):
             self.name, self.device_type, self.is_user_annotation = name, device_type, is_user_annotation
+            self.time_range = types.SimpleNamespace(start=start, end=end)
 
     class Profile:
         def events(self):
             return [
                 Event("cudaLaunchKernelExC", cpu), Event("cudaLaunchKernel", cpu), Event("cudaMemcpyAsync", cpu),
-                Event("aten::conv2d", cpu), Event("gemm", cuda), Event("Memcpy DtoD", cuda), Event("silu", cuda),
-                Event("Optimizer.step#SGD.step", cuda, True),
+                Event("aten::conv2d", cpu), Event("gemm", cuda, 0, 4), Event("Memcpy DtoD", cuda, 10, 12),
+                Event("silu", cuda, 3, 5.5), Event("Optimizer.step#SGD.step", cuda, 0, 99, True),
             ]  # fmt: skip
 
-    assert timing.totals(Profile()) == {"launches": 3, "kernels": 3, "kernel_us": 7.5}
+    assert timing.totals(Profile()) == {"launches": 3, "kernels": 3, "busy_us": 7.5}
+
+
+@pytest.mark.parametrize(
+    "intervals, covered",
+    [
+        ([], 0),
+        ([(0, 2), (5, 6)], 3),  # a gap
+        ([(5, 6), (0, 2)], 3),  # events come in no order
+        ([(0, 4), (1, 7)], 7),  # starts early, and waits
+        ([(0, 9), (1, 3), (2, 5), (8, 10)], 10),  # within another, on a stream beside it
+        ([(0, 2), (2, 3), (2, 3)], 3),
+    ],
+)
+def test_time_that_several_kernels_share_counts_once(benchmark, intervals, covered):
+    assert importlib.import_module("timing").union(intervals) == covered
 
 
 # ----------------------------------------------------------------------------------- parity, run by run (gpu_record.py)

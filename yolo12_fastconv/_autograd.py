@@ -63,6 +63,17 @@ def _needs_grad(tensors: Iterable[Any]) -> bool:
     return False
 
 
+_USE_FORWARD = "differentiate conv_bn_act_train with create_graph=True instead"
+
+
+def _refuse_gradient(op: str, tensors: Iterable[Any], remedy: str) -> None:
+    """Raise if a gradient would be recorded of an op that writes to its argument."""
+    if _needs_grad(tensors):
+        raise RuntimeError(
+            f"yolo12_fastconv: {op} has no gradient, since it writes to its argument: {remedy}"
+        )
+
+
 def conv_bn_act(*arguments: Any) -> Tensor:
     if torch.is_grad_enabled() and _needs_grad(
         (*arguments[:_DIFFERENTIABLE], arguments[_RESIDUAL["conv_bn_act"]])
@@ -72,11 +83,7 @@ def conv_bn_act(*arguments: Any) -> Tensor:
 
 
 def conv_bn_act_out(*arguments: Any) -> None:
-    if _needs_grad(arguments):
-        raise RuntimeError(
-            "yolo12_fastconv: conv_bn_act_out has no gradient, since it writes to its argument: use conv_bn_act, or "
-            "call it under torch.no_grad()"
-        )
+    _refuse_gradient("conv_bn_act_out", arguments, "use conv_bn_act, or call it under torch.no_grad()")
     call_op(_ops.conv_bn_act_out.default, *arguments)
 
 
@@ -157,11 +164,7 @@ def conv_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def conv_backward_(*arguments: Any) -> None:
-    if _needs_grad(arguments):
-        raise RuntimeError(
-            "yolo12_fastconv: conv_backward_ has no gradient, since it writes to its argument: differentiate "
-            "conv_bn_act_train with create_graph=True instead"
-        )
+    _refuse_gradient("conv_backward_", arguments, _USE_FORWARD)
     call_op(_ops.conv_backward_.default, *arguments)
 
 
@@ -170,11 +173,7 @@ def conv_bn_act_train_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def conv_bn_act_train_backward_(*arguments: Any) -> tuple[Tensor, ...]:
-    if _needs_grad(arguments):
-        raise RuntimeError(
-            "yolo12_fastconv: conv_bn_act_train_backward_ has no gradient, since it writes to its argument: "
-            "differentiate conv_bn_act_train with create_graph=True instead"
-        )
+    _refuse_gradient("conv_bn_act_train_backward_", arguments, _USE_FORWARD)
     return call_op(_ops.conv_bn_act_train_backward_.default, *arguments)
 
 
@@ -185,11 +184,9 @@ def concat_channels(tensors: list[Tensor], scales: list[int], dtype: torch.dtype
 
 
 def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -> None:
-    if _needs_grad((*tensors, out)):
-        raise RuntimeError(
-            "yolo12_fastconv: concat_channels_out has no gradient, since it writes to its argument: use "
-            "concat_channels, or call it under torch.no_grad()"
-        )
+    _refuse_gradient(
+        "concat_channels_out", (*tensors, out), "use concat_channels, or call it under torch.no_grad()"
+    )
     call_op(_ops.concat_channels_out.default, tensors, scales, out)
 
 
@@ -554,7 +551,10 @@ def _conv_backward(
     added: Tensor | None = None,
     place: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of x, weight and bias, the latter two in a branch. Bit for bit those of the ops that find all at once.
+    """Gradients of x, weight and bias, the latter two in a branch.
+
+    They are those of the ops that find all at once: bit for bit, but for float32 filters whose gradients cuDNN finds,
+    which rounds otherwise when it is asked for one at a time.
 
     `added` comes to the gradient of x, which is added to `place` if there is one. The branch forks off before that
     gradient: behind it, it was slower (YOLO12m 23.1 against 22.8 ms).

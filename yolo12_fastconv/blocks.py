@@ -94,7 +94,13 @@ class FastConv(StockPickle, Conv):
         keep_weight_for_kernels(self)
         return self
 
-    def run(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        passed: list[Tensor] | None = None,
+    ) -> Tensor:
         """``self(x) + residual`` as one op, for blocks that hold this one and know that nobody watches it.
 
         Args:
@@ -102,23 +108,12 @@ class FastConv(StockPickle, Conv):
             residual: tensor to add, of any dtype; the sum is in the dtype that ``+`` gives it.
             out: where to write the result if that can be done: a channel slice of a larger tensor, for example. With
                 autograd by batch statistics alone, and not while compiling.
+            passed: `x` once for each of its other readers, one or two; gets what they shall read instead: see
+                `ops.conv_bn_act_train_and_pass`.
 
         Returns:
             `out` if it was written, with autograd another tensor over its memory; else a tensor with its own.
         """
-        return _run(self, None if "forward" in self.__dict__ else child(self, "bn"), x, residual, out)
-
-    def run_and_pass(
-        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
-        passed = [x]
-        return self.run_passing(x, passed, residual, out), passed[0]
-
-    def run_passing(
-        self, x: Tensor, passed: list[Tensor], residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """`run`. `passed` holds `x` once for each of its other readers, and gets what they shall read instead."""
         bn = None if "forward" in self.__dict__ else child(self, "bn")
         return _run(self, bn, x, residual, out, passed)
 

@@ -80,10 +80,22 @@ class FusedBlock(StockPickle):
         return problem is None
 
 
-def run(module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def run(
+    module: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    passed: list[Tensor] | None = None,
+) -> Tensor:
     """``module(x) + residual`` for a child of a fused block, in `out` if it can be written there.
 
     Fast blocks that nobody watches run without the machinery of `nn.Module.__call__`.
+
+    Args:
+        residual: may be `x` itself.
+        passed: `x` once for each of its other readers, one or two; gets what they shall read instead. In training their
+            gradients are added where `module` computes its own, if the first thing it does is a fast convolution:
+            autograd needs no pass of its own for the sum.
 
     Returns:
         `out` if it was written, else another tensor of whatever dtype and size stock has.
@@ -91,17 +103,27 @@ def run(module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | No
     kind = type(module)
     if issubclass(kind, FastConv):
         if not is_watched(module):
-            return module.run(x, residual, out)
+            return module.run(x, residual, out, passed)
     elif issubclass(kind, FusedBlock):
         if not is_watched(module) and module.fused_now():
-            return module.run(x, residual, out)
-    elif kind is nn.Sequential and not is_watched(module):
-        if residual is x and len(module._modules) > 1:
-            return run_and_pass(module, x, residual, out)[0]
-        *first, last = module._modules.values() or (_identity,)
-        for layer in first:
-            x = run(layer, x)
-        return run(last, x, residual, out)
+            if passed is None:
+                return module.run(x, residual, out)
+            y, other = module.run_and_pass(x, residual, out)
+            passed[:] = [other] * len(passed)
+            return y
+    elif kind is nn.Sequential and module._modules and not is_watched(module):
+        first, *rest = module._modules.values()
+        if not rest:
+            return run(first, x, residual, out, passed)
+        if residual is x:
+            passed = [x] if passed is None else passed
+            y = run(first, x, passed=passed)
+            residual = passed[0]
+        else:
+            y = run(first, x, passed=passed)
+        for layer in rest[:-1]:
+            y = run(layer, y)
+        return run(rest[-1], y, residual, out)
     y = module(x)
     if residual is not None:
         y = residual + y
@@ -111,35 +133,15 @@ def run(module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | No
 def run_and_pass(
     module: Any, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`run`, and `x` again for whatever else reads it.
-
-    In training the gradient of the second is added to the first's where `module` computes it, if the first thing it
-    does is a fast convolution: autograd needs no pass of its own for the sum. `residual` may be `x` itself.
-    """
-    kind = type(module)
-    if issubclass(kind, FastConv):
-        if not is_watched(module):
-            return module.run_and_pass(x, residual, out)
-    elif issubclass(kind, FusedBlock):
-        if not is_watched(module) and module.fused_now():
-            return module.run_and_pass(x, residual, out)
-    elif kind is nn.Sequential and len(module._modules) > 1 and not is_watched(module):
-        first, *between, last = module._modules.values()
-        y, passed = run_and_pass(first, x)
-        for layer in between:
-            y = run(layer, y)
-        return run(last, y, passed if residual is x else residual, out), passed
-    return run(module, x, residual, out), x
+    """`run`, and what another reader of `x` shall read instead."""
+    passed = [x]
+    return run(module, x, residual, out, passed), passed[0]
 
 
 def run_and_pass_twice(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`run`, and `x` for two others that read it: their gradients are added where a fast convolution computes its."""
-    if issubclass(type(module), FastConv) and not is_watched(module):
-        passed = [x, x]
-        y = module.run_passing(x, passed)
-        return y, passed[0], passed[1]
-    y, other = run_and_pass(module, x)
-    return y, other, other
+    """`run`, and what two others that read `x` shall read instead."""
+    passed = [x, x]
+    return run(module, x, passed=passed), passed[0], passed[1]
 
 
 def store(y: Tensor, out: Tensor | None) -> Tensor:
@@ -158,7 +160,3 @@ def is_watched(module: nn.Module) -> bool:
         return True
     forward = module.__dict__.get("forward")
     return forward is not None and not blocks.is_fused_forward(module, forward)
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x

@@ -88,7 +88,9 @@ SCHEMAS = {
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
         f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight=None, Tensor? add_to_grad_x=None) -> {_GRADS}"
     ),
-    # The same that adds `more` and then the gradient of x to `grad_x`, in place; the first one returned is empty.
+    # The same that adds `more` and then the gradient of x to `grad_x`, in place; the first one returned is empty. Its
+    # halves below would do, in two more calls of 19 us of host time each. A step of YOLO12m has 16 of them, x 32, and
+    # without CUDA graphs it waits for the host.
     "conv_bn_act_train_backward_": (
         f"(Tensor grad_y, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor mean, Tensor var, {_BN_TRAIN},"
         f" {_GEOMETRY}, bool[5] output_mask, Tensor? cast_weight, Tensor(a!) grad_x, Tensor? more=None) -> {_GRADS}"
@@ -898,8 +900,15 @@ for _name in (
 # -------------------------------------------------------------------------------------------------------- host ops
 
 
-def _ask_menu(
-    op: str,
+def _menu_op(name: str) -> Callable[..., Any]:
+    """A host op of the compiled library."""
+    if not LIBRARY.loaded:
+        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no menu of kernels: {LIBRARY.reason}")
+    op: Callable[..., Any] = getattr(_ops, name).default
+    return op
+
+
+def describe_kernel(
     x_size: Sequence[int],
     weight_size: Sequence[int],
     stride: Sequence[int],
@@ -910,14 +919,7 @@ def _ask_menu(
     *,
     tf32: bool,
     capability: int,
-) -> Any:
-    if not LIBRARY.loaded:
-        raise RuntimeError(f"yolo12_fastconv: no compiled library, so no menu of kernels: {LIBRARY.reason}")
-    query = (x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability)
-    return getattr(_ops, op).default(*query)
-
-
-def describe_kernel(*args: Any, **query: Any) -> str:
+) -> str:
     """The tile menu's choice for a convolution, "family/target/tile". A host function: needs the compiled library, not
     a GPU.
 
@@ -931,11 +933,24 @@ def describe_kernel(*args: Any, **query: Any) -> str:
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    name: str = _ask_menu("describe_kernel", *args, **query)
+    name: str = _menu_op("describe_kernel")(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
     return name
 
 
-def kernel_candidates(*args: Any, **query: Any) -> list[str]:
+def kernel_candidates(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+) -> list[str]:
     """Names of the kernels that the tile menu weighs for a convolution, the best estimate first; arguments as
     `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most
     100.
@@ -943,11 +958,24 @@ def kernel_candidates(*args: Any, **query: Any) -> list[str]:
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    names: list[str] = _ask_menu("kernel_candidates", *args, **query)
+    names: list[str] = _menu_op("kernel_candidates")(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
     return names
 
 
-def describe_gradients(*args: Any, **query: Any) -> tuple[str, str]:
+def describe_gradients(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+) -> tuple[str, str]:
     """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten".
 
     Arguments as `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also
@@ -957,5 +985,7 @@ def describe_gradients(*args: Any, **query: Any) -> tuple[str, str]:
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
-    dgrad, wgrad = _ask_menu("describe_gradients", *args, **query)
+    dgrad, wgrad = _menu_op("describe_gradients")(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
     return dgrad, wgrad

@@ -327,8 +327,9 @@ class TrainingGraphs:
         with self.backend.guard(x):
             with self.lock:
                 while (entry := self._entry_for(key, model, function, x)) is not None:
-                    if self._replay(entry, x):
-                        return self._outputs(entry, model, function, x)
+                    outputs = self._replay(entry, model, function, x)
+                    if outputs is not None:
+                        return entry.build(outputs)
                     self.drop("the model was changed")
                 self.counts["eager calls"] += 1
                 self.running += 1
@@ -388,16 +389,13 @@ class TrainingGraphs:
             saved = _Saved(state.buffers())
             # `data`, other than `detach`, has a version of its own: the optimizer's steps are no change of the alias.
             aliases: dict[Tensor, Tensor] = {p: Parameter(p.data) for p in state.parameters()}
-            self.backend.begin(x)
-            try:
-                with (
-                    state.replaced(aliases),
-                    _weight_casts.at_once(aliases.values()),
-                    torch.autograd.graph.disable_saved_tensors_hooks("the model uses saved-tensor hooks"),
-                ):
-                    recording = self.backend.capture_forward(function, x, saved.save)
-            finally:
-                self.backend.end()
+            with (
+                self._in_turn(x),
+                state.replaced(aliases),
+                _weight_casts.at_once(aliases.values()),
+                torch.autograd.graph.disable_saved_tensors_hooks("the model uses saved-tensor hooks"),
+            ):
+                recording = self.backend.capture_forward(function, x, saved.save)
             if not state.unchanged():
                 raise Uncapturable("a call changes attributes of the model")
             self.entry = _Entry(key, state, saved, recording, aliases)
@@ -420,33 +418,35 @@ class TrainingGraphs:
             self.explained = True
             _compat.get_logger().warning("yolo12_fastconv: no CUDA graph, training runs without: %s", reason)
 
-    def _replay(self, entry: _Entry, x: Tensor) -> bool:
-        """Replay the forward, unless the model is another than at the capture: then its buffers are as before."""
+    @contextlib.contextmanager
+    def _in_turn(self, x: Tensor) -> Iterator[None]:
+        """What uses the graph's memory: behind what used it before, on whatever stream."""
         self.backend.begin(x)
         try:
-            entry.recording.replay(x)
-            unchanged = entry.state.unchanged()
-            if not unchanged:
-                entry.saved.restore()
+            yield
         finally:
             self.backend.end()
-        return unchanged
 
-    def _outputs(self, entry: _Entry, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
-        """The results of the last replay, joined to autograd."""
+    def _replay(
+        self, entry: _Entry, model: nn.Module, function: Callable[[Tensor], Any], x: Tensor
+    ) -> list[Tensor] | None:
+        """The outputs of a replayed forward, joined to autograd. None if the model is another than at the capture: then
+        its buffers are as before."""
         call = _Call(self, entry, model, function)
-        self.backend.begin(x)
         try:
-            outputs = _Network.apply(call, x, *entry.parameters)
+            with self._in_turn(x):
+                entry.recording.replay(x)
+                if not entry.state.unchanged():
+                    entry.saved.restore()
+                    return None
+                outputs = _Network.apply(call, x, *entry.parameters)
         except torch.OutOfMemoryError:
             self.drop("out of memory")
             raise
-        finally:
-            self.backend.end()
         entry.last = weakref.ref(call)
         entry.replays += 1
         self.counts["replays"] += 1
-        return entry.build(list(outputs))
+        return list(outputs)
 
     def backward(self, call: _Call, x: Tensor, grads: Gradients) -> Sequence[Tensor | None]:
         """Gradients of the call's parameters, from those of its outputs."""
@@ -462,23 +462,21 @@ class TrainingGraphs:
         with self.backend.guard(x):
             with self.lock:
                 reason = self._why_again(call, given)
-                self.backend.begin(x)
                 try:
-                    if reason is None and entry.backward is None:
-                        reason = self._capture_backward(entry, grads, given)
-                    call.consumed = True
-                    if reason is None:
-                        assert entry.backward is not None
-                        found = entry.backward(grads)
-                        if len(given) == len(entry.backward.given):
-                            return found
-                        reached = frozenset().union(*(entry.reach[index] for index in given))
-                        return [grad if place in reached else None for place, grad in enumerate(found)]
+                    with self._in_turn(x):
+                        if reason is None and entry.backward is None:
+                            reason = self._capture_backward(entry, grads, given)
+                        call.consumed = True
+                        if reason is None:
+                            assert entry.backward is not None
+                            found = entry.backward(grads)
+                            if len(given) == len(entry.backward.given):
+                                return found
+                            reached = frozenset().union(*(entry.reach[index] for index in given))
+                            return [grad if place in reached else None for place, grad in enumerate(found)]
                 except torch.OutOfMemoryError:
-                    self.drop("out of memory")
+                    self.drop("out of memory")  # behind the mark at the end of the replay that may be running
                     raise
-                finally:
-                    self.backend.end()
                 if self.entry is entry:
                     self.repeats = min(2 * self.repeats, _MAX_REPEATS)
                     self._free(reason)

@@ -16,8 +16,8 @@ __device__ __forceinline__ void copy_async(unsigned int to_shared, const void* f
 #endif
 }
 
-// 16 bytes, or zeros and no access to `from` where not valid: six instructions less than a size that is not a constant. Past
-// L1. From 8.0 on only.
+// A chunk is 16 bytes, or zeros and no access to `from` where not valid: six instructions less than a size that is not a
+// constant. Past L1. From 8.0 on only.
 __device__ __forceinline__ void copy_chunk_async(unsigned int to_shared, const void* from, bool valid) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile(
@@ -31,10 +31,10 @@ __device__ __forceinline__ void copy_chunk_async(unsigned int to_shared, const v
 #endif
 }
 
-// 16 bytes; zeros, and no access to `from`, where not valid. Both addresses are aligned to 16 bytes.
-__device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void* from, bool valid) {
+// The same for a pointer, which costs a conversion of the address. On every GPU.
+__device__ __forceinline__ void copy_chunk_async(void* to_shared, const void* from, bool valid) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  copy_async(static_cast<unsigned int>(__cvta_generic_to_shared(to_shared)), from, valid ? 16 : 0);
+  copy_chunk_async(static_cast<unsigned int>(__cvta_generic_to_shared(to_shared)), from, valid);
 #else
   *static_cast<uint4*>(to_shared) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif
@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_16_bytes_async(void* to_shared, const void*
 template <int kBytes>
 __device__ __forceinline__ void copy_bytes_async(void* to_shared, const void* from, bool valid) {
   if constexpr (kBytes == 16) {
-    copy_16_bytes_async(to_shared, from, valid);
+    copy_chunk_async(to_shared, from, valid);
   } else {
     static_assert(kBytes == 4 || kBytes == 8);
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

@@ -1,6 +1,7 @@
 // What a launcher asks the current device, and the bound on a grid.
 #pragma once
 
+#include <atomic>
 #include <climits>
 #include <mutex>
 #include <set>
@@ -10,10 +11,17 @@
 
 namespace yolo12_fastconv {
 
+// Of the current device. Asked once for each: a launcher asks at every launch.
 inline int multiprocessor_count() {
-  int device = 0, count = 0;
+  constexpr int kDevices = 64;  // any further ones are asked every time
+  static std::atomic<int> known[kDevices] = {};
+  int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  int count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+    if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  }
   return count;
 }
 

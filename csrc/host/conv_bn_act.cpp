@@ -67,7 +67,7 @@ Grads conv_bn_act_backward(Tensor grad_y, Tensor x, Tensor weight, OptionalTenso
     only_bias.bias = channel_vector(cast_bias(bias, dtype), "bias", channels, x, keep_alive);
     z = convolution.run(only_bias, Act::kIdentity, std::nullopt);
   }
-  return backward(convolution, x, weight, geometry, {grad_y, z, bias, bn_weight, bn_bias, affine, act_of(act), false},
+  return backward(convolution, x, weight, geometry, {grad_y, z, bn_weight, bn_bias, affine, act_of(act), false, {bias}},
                   output_mask);
 }
 

@@ -161,16 +161,14 @@ Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, Optio
 
 namespace {
 
-// add_to_grad_x, or grad_x and more: as in BackwardInputs.
-Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                     const Tensor& z, const Tensor& mean, const Tensor& var, const OptionalTensor& bn_weight,
-                     const OptionalTensor& bn_bias, double eps, const Geometry& geometry, int64_t act, ScalarType dtype,
-                     bool allow_tf32, const std::vector<bool>& output_mask, const OptionalTensor& cast_weight,
-                     const OptionalTensor& add_to_grad_x, const OptionalTensor& grad_x, const OptionalTensor& more) {
+Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& z, const Tensor& mean,
+                     const Tensor& var, const OptionalTensor& bn_weight, const OptionalTensor& bn_bias, double eps,
+                     const Geometry& geometry, int64_t act, ScalarType dtype, bool allow_tf32,
+                     const std::vector<bool>& output_mask, const ConvBackwardInputs& conv) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Convolution convolution(x, weight, geometry, dtype_of(dtype), allow_tf32);
   const ConvShape& s = convolution.shape();
-  if (cast_weight.has_value()) check_cast(*cast_weight, weight, dtype);
+  if (conv.cast_weight.has_value()) check_cast(*conv.cast_weight, weight, dtype);
   std::vector<Tensor> keep_alive;
   Affine affine;
   affine.gamma = channel_vector(bn_weight, "bn_weight", s.out_channels, x, keep_alive);
@@ -180,10 +178,8 @@ Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight
   affine.eps = eps;
   // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
   const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
-  return backward(
-      convolution, x, weight, geometry,
-      {grad_y, dense, bias, bn_weight, bn_bias, affine, act_of(act), true, cast_weight, add_to_grad_x, grad_x, more},
-      output_mask);
+  return backward(convolution, x, weight, geometry,
+                  {grad_y, dense, bn_weight, bn_bias, affine, act_of(act), true, conv}, output_mask);
 }
 
 }  // namespace
@@ -194,9 +190,8 @@ Grads conv_bn_act_train_backward(Tensor grad_y, Tensor x, Tensor weight, Optiona
                                  std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
                                  bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
                                  OptionalTensor add_to_grad_x) {
-  return train_backward(grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
-                        {stride, padding, dilation, groups}, act, dtype, allow_tf32, output_mask, cast_weight,
-                        add_to_grad_x, std::nullopt, std::nullopt);
+  return train_backward(grad_y, x, weight, z, mean, var, bn_weight, bn_bias, eps, {stride, padding, dilation, groups},
+                        act, dtype, allow_tf32, output_mask, {bias, cast_weight, add_to_grad_x});
 }
 
 Grads conv_bn_act_train_backward_(Tensor grad_y, Tensor x, Tensor weight, OptionalTensor bias, Tensor z, Tensor mean,
@@ -205,9 +200,8 @@ Grads conv_bn_act_train_backward_(Tensor grad_y, Tensor x, Tensor weight, Option
                                   std::vector<int64_t> dilation, int64_t groups, int64_t act, ScalarType dtype,
                                   bool allow_tf32, std::vector<bool> output_mask, OptionalTensor cast_weight,
                                   Tensor grad_x, OptionalTensor more) {
-  return train_backward(grad_y, x, weight, bias, z, mean, var, bn_weight, bn_bias, eps,
-                        {stride, padding, dilation, groups}, act, dtype, allow_tf32, output_mask, cast_weight,
-                        std::nullopt, grad_x, more);
+  return train_backward(grad_y, x, weight, z, mean, var, bn_weight, bn_bias, eps, {stride, padding, dilation, groups},
+                        act, dtype, allow_tf32, output_mask, {bias, cast_weight, std::nullopt, grad_x, more});
 }
 
 std::tuple<Tensor, Tensor, Tensor> bn_act_backward(Tensor grad_y, Tensor z, Tensor mean, Tensor var,

@@ -329,11 +329,10 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
                        {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
   }
-  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry,
-                                        {in.bias, in.cast_weight, in.add_to_grad_x, in.grad_x, in.more}, wanted);
+  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted);
   if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);
-  return {or_empty(grads.x, wanted[kGradX] && !in.grad_x.has_value(), x, x_dtype),
+  return {or_empty(grads.x, wanted[kGradX] && !in.conv.grad_x.has_value(), x, x_dtype),
           or_empty(grads.weight, wanted[kGradWeight], x, x_dtype), or_empty(grads.bias, wanted[kGradBias], x, x_dtype),
           or_empty(act.gamma, wanted[kGradGamma], x, x_dtype), or_empty(act.beta, wanted[kGradBeta], x, x_dtype)};
 }

@@ -10,17 +10,23 @@ namespace yolo12_fastconv {
 // Which of the five gradients are asked for, in the order of the schema.
 enum Wanted { kGradX = 0, kGradWeight, kGradBias, kGradGamma, kGradBeta };
 
-struct BackwardInputs {
-  Tensor grad_y, z;  // without batch norm and activation z is not read, and may be undefined
-  OptionalTensor bias, bn_weight, bn_bias;
-  Affine affine;     // gamma, beta, mean, var, eps of the batch norm; empty: none
-  Act act;
-  bool batch_stats;  // mean and var belong to this batch
-  OptionalTensor cast_weight = std::nullopt;  // the weight in the compute dtype, if the forward op made that copy
+// What the half behind the gradient of z reads besides x and weight.
+struct ConvBackwardInputs {
+  OptionalTensor bias;
+  OptionalTensor cast_weight = std::nullopt;    // the weight in the compute dtype, if the forward op made that copy
   OptionalTensor add_to_grad_x = std::nullopt;  // (N, C, H, W), of any dtype
   // (N, C, H, W) in the dtype of x, to which `more`, likewise, and the gradient of x are added in place: each sum is rounded.
   // None is returned then.
   OptionalTensor grad_x = std::nullopt, more = std::nullopt;
+};
+
+struct BackwardInputs {
+  Tensor grad_y, z;  // without batch norm and activation z is not read, and may be undefined
+  OptionalTensor bn_weight, bn_bias;
+  Affine affine;  // gamma, beta, mean, var, eps of the batch norm; empty: none
+  Act act;
+  bool batch_stats;  // mean and var belong to this batch
+  ConvBackwardInputs conv;
 };
 
 // Both halves, one after the other.
@@ -35,11 +41,6 @@ struct ActGrads {
 // beta.
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
                       const std::vector<bool>& wanted, cudaStream_t stream);
-
-struct ConvBackwardInputs {
-  OptionalTensor bias, cast_weight, add_to_grad_x;
-  OptionalTensor grad_x = std::nullopt, more = std::nullopt;  // as in BackwardInputs
-};
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,

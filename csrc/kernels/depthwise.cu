@@ -90,7 +90,7 @@ __device__ __forceinline__ void fill_rows(const ConvArgs& a, const DepthwiseGrid
       for (int i = 0; i < count; ++i) {
         const bool valid = inside && static_cast<unsigned>(h + i) < static_cast<unsigned>(a.shape.in_h);
         const int row = slot + i < Tile::kRingRows ? slot + i : slot + i - Tile::kRingRows;
-        copy_16_bytes_async(to + row * Tile::kRowBytes, valid ? from + (h + i) * a.x_strides.h : image, valid);
+        copy_chunk_async(to + row * Tile::kRowBytes, valid ? from + (h + i) * a.x_strides.h : image, valid);
       }
     }
   } else {

@@ -166,7 +166,7 @@ __global__ __launch_bounds__(kThreads) void detect_kernel(const __grid_constant_
     for (int i = tid; i < words * pixels; i += kThreads) {
       int p, w;
       by_words.divide(i, p, w);
-      copy_16_bytes_async(shared + p * row_words + (w ^ swizzle(p)), in + p * stride + w * kLanes, true);
+      copy_chunk_async(shared + p * row_words + (w ^ swizzle(p)), in + p * stride + w * kLanes, true);
     }
     commit_async_copies();
   } else {

@@ -309,7 +309,7 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
 
 // silu(u) for float, off by 4 units in the last place at the most. A division, as in activate(), would be half a unit
 // closer, but it branches, so that no two values of a thread are computed at once.
-__device__ __forceinline__ float silu_of_float(float u) {
+__device__ __forceinline__ float branch_free_silu(float u) {
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + expf(-u)));
   return u * inverse;
@@ -677,7 +677,7 @@ class TileWriter {
       for (int h = 0; h < 2; ++h) {
         const float *a = sum + first / 2 + near * 4 + 2 * h, *b = sum + first / 2 + far * 4 + 2 * h;
         float2 y = {fmaf(swapped ? b[0] : a[0], affine.x, affine.y), fmaf(swapped ? b[1] : a[1], affine.z, affine.w)};
-        if constexpr (kSilu) y = {silu_of_float(y.x), silu_of_float(y.y)};
+        if constexpr (kSilu) y = {branch_free_silu(y.x), branch_free_silu(y.y)};
         *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8) = y;
       }
     }
