@@ -49,6 +49,9 @@ bool is_wgrad_faster(const ConvShape& s) {
          (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
 
+// The same with stride 2. cuDNN, ours, by this rule.
+bool is_strided_dgrad_faster(const ConvShape& s) { return s.in_channels > 0; }
+
 std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   const std::optional<ConvShape> shape = dgrad_shape(query.shape);
   if (!shape.has_value() || wish == Wish::kAten) return std::nullopt;
@@ -89,6 +92,8 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  choice.strided_dgrad =
+      has_strided_dgrad(query.shape) && (wished == Wish::kOwn || is_strided_dgrad_faster(query.shape));
   choice.stem = has_wgrad_stem(query.shape, query.dtype);
   if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
@@ -118,6 +123,7 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
 }
 
 std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query) {
+  if (choice.strided_dgrad) return "dgrad/sm90/strided";
   if (!choice.dgrad.has_value()) return "aten";
   return kernel_name(choose_kernel({*choice.dgrad, query.dtype, query.allow_tf32, query.capability}), *choice.dgrad);
 }
