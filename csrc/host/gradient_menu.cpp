@@ -50,7 +50,7 @@ bool is_wgrad_faster(const ConvShape& s) {
 }
 
 // The same with stride 2. cuDNN, ours, by this rule.
-bool is_strided_dgrad_faster(const ConvShape& s) { return s.in_channels > 0; }
+bool is_strided_dgrad_faster(const ConvShape& s) { return s.out_channels <= 192 && s.in_channels <= 128; }
 
 std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   const std::optional<ConvShape> shape = dgrad_shape(query.shape);
