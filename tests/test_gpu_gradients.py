@@ -95,10 +95,16 @@ DENSE = [
     dense(64, 64, 20, 20, 3, 1, 0),
     dense(64, 64, 20, 20, 3, 1, 2),
     dense(64, 64, 20, 20, 3, 2, 0),
-    # Stride 2: tiles of 64, 48, 32 and 16 channels of x; one, two and three blocks of channels of z; both parities of sizes.
+    # Stride 2: tiles of 64, 48, 32 and 16 channels of x, one to five blocks of channels of z, even and odd sizes.
     *(
         dense(ci, co, h, w, 3, 2)
-        for ci, co, h, w in ((128, 128, 36, 80), (48, 64, 17, 34), (96, 192, 18, 21), (64, 320, 15, 16), (24, 40, 2, 1))
+        for ci, co, h, w in (
+            (128, 128, 36, 80),
+            (48, 64, 17, 34),
+            (96, 192, 18, 21),
+            (64, 320, 15, 16),
+            (24, 40, 2, 9),
+        )
     ),
     dense(3, 16, 64, 96, 3, 2),
     dense(3, 24, 31, 33, 3, 1),

@@ -199,8 +199,8 @@ __device__ __forceinline__ void multiply_tile(const KernelArgs& args, Sums<kChan
   // A loop that runs at least once, as the compiler has to see to keep the products asynchronous.
   do {
     barrier_wait(ring.filled(), ring.parity);
-    multiply_window<T, kChannels, kSteps>(sums, descriptor_start(windows + ring.stage * args.stage_bytes), window_layout,
-                                          weight, weight_layout);
+    multiply_window<T, kChannels, kSteps>(sums, descriptor_start(windows + ring.stage * args.stage_bytes),
+                                          window_layout, weight, weight_layout);
     wgmma_wait<1>();
     // What is still in flight reads this stage; the one before is free.
     barrier_arrive_if(emptied, releases);
@@ -250,8 +250,8 @@ template <int kChannels>
 constexpr int kMaxThreads = max_workers(kChannels) * 160 + 32;
 
 template <class T, int kChannels>
-__global__ __launch_bounds__(kMaxThreads<kChannels>, 1) void dgrad_strided_sm90_kernel(
-    const __grid_constant__ KernelArgs args) {
+__global__ __launch_bounds__(kMaxThreads<kChannels>,
+                             1) void dgrad_strided_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
@@ -347,16 +347,15 @@ void launch(const StridedDgradArgs& a, DType dtype, const Layout& l, cudaStream_
                       {size(s.out_channels), size(s.out_w), size(s.out_h), size(s.batch)},
                       {grad_row, grad_row * s.out_w, grad_row * s.out_w * s.out_h},
                       {box(k.block_channels), kWindow, kWindow, 1}, {1, 1, 1, 1}, k.row_bytes);
-  k.filter = tensor_map(kName, "filter", map_type(dtype), a.filter,
-                        {size(s.out_channels), size(s.in_channels), kTaps, 1},
-                        {tap * kTaps, tap, tap * kTaps * s.in_channels}, {box(k.block_channels), kChannels, 1, 1},
-                        {1, 1, 1, 1}, k.row_bytes);
+  k.filter =
+      tensor_map(kName, "filter", map_type(dtype), a.filter, {size(s.out_channels), size(s.in_channels), kTaps, 1},
+                 {tap * kTaps, tap, tap * kTaps * s.in_channels}, {box(k.block_channels), kChannels, 1, 1},
+                 {1, 1, 1, 1}, k.row_bytes);
   for (int parity = 0; parity < 2; ++parity) {
-    k.x[parity] = tensor_map(kName, "grad_x", map_type(dtype),
-                             static_cast<T*>(a.grad_x) + parity * int64_t(s.in_w) * s.in_channels,
-                             {size(s.in_channels), size(s.in_w), size((s.in_h + 1 - parity) / 2), size(s.batch)},
-                             {x_row, 2 * x_row * s.in_w, x_row * s.in_w * s.in_h}, {kChannels, 16, 2, 1},
-                             {1, 1, 1, 1}, 2 * kChannels);
+    k.x[parity] = tensor_map(
+        kName, "grad_x", map_type(dtype), static_cast<T*>(a.grad_x) + parity * int64_t(s.in_w) * s.in_channels,
+        {size(s.in_channels), size(s.in_w), size((s.in_h + 1 - parity) / 2), size(s.batch)},
+        {x_row, 2 * x_row * s.in_w, x_row * s.in_w * s.in_h}, {kChannels, 16, 2, 1}, {1, 1, 1, 1}, 2 * kChannels);
   }
   k.workers = l.workers;
   k.blocks = l.blocks;
