@@ -114,20 +114,6 @@ struct Ring {
   }
 };
 
-// Asks for a box of `map` in L2.
-__device__ __forceinline__ void prefetch_box(uint32_t leads, const CUtensorMap* map, int c0, int c1, int c2, int c3) {
-#if YOLO12_HAS_WGMMA
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "@p cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];\n"
-      "}\n" ::"l"(map),
-      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads)
-      : "memory");
-#endif
-}
-
 struct Position {
   int q, p, n;
 };
@@ -303,10 +289,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     Ring ring = ring_of(worker);
     for (int tile = first_tile; tile < args.tiles; tile += step) {
       const Position at = position_of(args, tile);
-      // Two stages are less than memory's latency, and with wide weights there is no room for more.
-      const Position next = position_of(args, min(tile + step, args.tiles - 1));
       for (int block = 0; block < args.blocks; ++block) {
-        prefetch_box(leads, &args.grad, block * args.block_channels, next.q, next.p, next.n);
         barrier_wait(ring.emptied(), ring.parity ^ 1);
         barrier_expect(leads, ring.filled(), args.filled_bytes);
         load_box(leads, windows + ring.stage * args.stage_bytes, &args.grad, ring.filled(), block * args.block_channels,
