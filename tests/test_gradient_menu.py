@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import cases
 import pytest
@@ -83,6 +84,29 @@ def test_plans_fit_the_hardware(monkeypatch):
         out = case.out_size
         assert 1 <= int(slices) <= out[0] * out[2] * out[3], f"{case}: {name}"
     assert seen == {"rows", "window"}
+
+
+def test_timed_plans_are_those_that_run():
+    source = (Path(__file__).parent.parent / "csrc" / "host" / "wgrad_plan.cpp").read_text()
+    plans = re.findall(r'\{(\d+), (\d+), (\d+), "(wgrad/[^"]+)"\}', source)
+    assert len(plans) >= 10
+    for ci, co, size, name in plans:
+        case = cases.Case("", int(ci), int(co), int(size), int(size), batch=32)
+        assert gradients(case)[1] == name, case
+        other = cases.Case("", int(ci), int(co), int(size), int(size) + 8, batch=32)
+        assert gradients(other)[1] != name, "timed for another map"
+
+
+def test_choices_that_were_timed():
+    def strided(ci: int, co: int, size: int) -> tuple[str, str]:
+        return gradients(cases.Case("", ci, co, size, size, (3, 3), (2, 2), (1, 1), batch=32))
+
+    for ci, co, size in ((16, 32, 320), (64, 128, 320), (96, 192, 320), (128, 128, 40)):
+        assert strided(ci, co, size)[0] == "dgrad/sm90/strided"
+    for ci, co, size in ((128, 256, 40), (256, 256, 160), (512, 512, 80), (768, 768, 40)):
+        assert strided(ci, co, size)[0] == "aten"
+    assert strided(768, 768, 40)[1] == "aten"
+    assert strided(768, 768, 80)[1].startswith("wgrad/sm90")
 
 
 def test_what_has_no_kernel_stays_with_aten(monkeypatch):

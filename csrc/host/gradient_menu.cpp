@@ -44,12 +44,16 @@ bool is_dgrad_faster(const ConvShape& s) {
 // The same of the dense weight gradient in half. All: 3278, 7018, 22433; 1756, 5275, 14316; 1721, 5221, 14223.
 bool is_wgrad_faster(const ConvShape& s) {
   if (s.in_channels <= 4) return s.out_channels >= 32;
-  const bool large = int64_t(s.in_h) * s.in_w >= 160 * 160;
+  const int64_t plane = int64_t(s.in_h) * s.in_w;
+  // 768->768 3x3/2 40x40: 227, 283, for 144 tiles on 132 multiprocessors; at 80x80 817, 808.
+  if (s.stride_h == 2 && s.in_channels >= 768 && s.out_channels >= 768 && plane <= 40 * 40) return false;
+  const bool large = plane >= 160 * 160;
   return !s.pointwise() ||
          (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
 
-// The same with stride 2. cuDNN, ours, by this rule.
+// The same with stride 2. 16->32 320x320: 176, 54; 64->128 320x320: 373, 212; 96->192 320x320: 750, 547; 128->128 80x80: 43,
+// 37, 40x40: 22, 19. Where few channels a block fit: 128->256 40x40: 25, 31; 256->256 80x80: 118, 144.
 bool is_strided_dgrad_faster(const ConvShape& s) { return s.out_channels <= 192 && s.in_channels <= 128; }
 
 std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
