@@ -22,6 +22,18 @@ struct TransposeFilterArgs {
 // kernels/transpose_filter.cu
 void transpose_filter(const TransposeFilterArgs& args, cudaStream_t stream);
 
+// Gradient of the input of a dense 3x3 convolution with stride 2 and padding 1, in half and bfloat16, for compute capability
+// 9.0: up to 128 output channels, more where the input has few. kernels/dgrad_strided_sm90.cu
+struct StridedDgradArgs {
+  ConvShape shape;  // of the convolution
+  const void* grad_z;  // (out pixels, K), channels adjacent, rows aligned to 16 bytes
+  int64_t grad_z_stride;  // of its rows
+  const void* filter;  // from transpose_filter(), in the same dtype
+  void* grad_x;  // (in pixels, C), dense
+};
+bool has_strided_dgrad(const ConvShape& shape);
+void strided_dgrad(const StridedDgradArgs& args, DType dtype, cudaStream_t stream);
+
 // Float sums of slices in the workspace, [slice][k][tap][c] or, depthwise, [slice][tap][channel], added up to the weight's
 // gradient. kernels/wgrad.cu
 void add_wgrad_slices(const WgradArgs& args, int slices, cudaStream_t stream);

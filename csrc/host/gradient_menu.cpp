@@ -44,10 +44,17 @@ bool is_dgrad_faster(const ConvShape& s) {
 // The same of the dense weight gradient in half. All: 3278, 7018, 22433; 1756, 5275, 14316; 1721, 5221, 14223.
 bool is_wgrad_faster(const ConvShape& s) {
   if (s.in_channels <= 4) return s.out_channels >= 32;
-  const bool large = int64_t(s.in_h) * s.in_w >= 160 * 160;
+  const int64_t plane = int64_t(s.in_h) * s.in_w;
+  // 768->768 3x3/2 40x40: 227, 283, for 144 tiles on 132 multiprocessors; at 80x80 817, 808.
+  if (s.stride_h == 2 && s.in_channels >= 768 && s.out_channels >= 768 && plane <= 40 * 40) return false;
+  const bool large = plane >= 160 * 160;
   return !s.pointwise() ||
          (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
+
+// The same with stride 2. 16->32 320x320: 176, 54; 64->128 320x320: 373, 212; 96->192 320x320: 750, 547; 128->128 80x80: 43,
+// 37, 40x40: 22, 19. Where few channels a block fit: 128->256 40x40: 25, 31; 256->256 80x80: 118, 144.
+bool is_strided_dgrad_faster(const ConvShape& s) { return s.out_channels <= 192 && s.in_channels <= 128; }
 
 std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   const std::optional<ConvShape> shape = dgrad_shape(query.shape);
@@ -89,6 +96,8 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
+  choice.strided_dgrad =
+      has_strided_dgrad(query.shape) && (wished == Wish::kOwn || is_strided_dgrad_faster(query.shape));
   choice.stem = has_wgrad_stem(query.shape, query.dtype);
   if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
@@ -118,6 +127,7 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
 }
 
 std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query) {
+  if (choice.strided_dgrad) return "dgrad/sm90/strided";
   if (!choice.dgrad.has_value()) return "aten";
   return kernel_name(choose_kernel({*choice.dgrad, query.dtype, query.allow_tf32, query.capability}), *choice.dgrad);
 }

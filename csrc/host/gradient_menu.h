@@ -17,6 +17,7 @@ enum class WgradFamily { kAten, kSimt, kSm90 };
 
 struct GradientChoice {
   std::optional<ConvShape> dgrad;  // to be run by the forward kernels
+  bool strided_dgrad = false;  // kernels/dgrad_strided_sm90.cu instead, where grad_z is aligned as it wants it
   WgradFamily wgrad = WgradFamily::kAten;
   WgradPlan plan;  // kSm90 only
   bool stem = false;  // kernels/wgrad_stem.cu instead, where it serves x as it lies at the call

@@ -61,10 +61,8 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
-// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`. With
-// `out` it is written there, which may be `added`: a thread reads what it adds before it writes it, and no other does.
-Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
-                      const Tensor& weight, const OptionalTensor& added, const OptionalTensor& out) {
+// The filter of the convolution that computes a gradient of x, in the compute dtype.
+Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const int filters = s.out_channels / s.groups;
@@ -81,11 +79,35 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
   args.kernel_h = s.kernel_h;
   args.kernel_w = s.kernel_w;
   transpose_filter(args, convolution.stream());
+  return filter;
+}
+
+// grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`. With
+// `out` it is written there, which may be `added`: a thread reads what it adds before it writes it, and no other does.
+Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
+                      const Tensor& weight, const OptionalTensor& added, const OptionalTensor& out) {
+  const ConvShape& s = convolution.shape();
+  const Tensor filter = transposed_filter(convolution, weight);
   const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
-  const Convolution transposed(grad_z, filter, geometry, dtype, convolution.allow_tf32());
+  const Convolution transposed(grad_z, filter, geometry, convolution.dtype(), convolution.allow_tf32());
   if (!out.has_value()) return transposed.run({}, Act::kIdentity, added);
   transposed.run_out({}, Act::kIdentity, added, *out);
   return *out;
+}
+
+// grad_x of a 3x3 convolution with stride 2 by its own kernel.
+Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& weight) {
+  const ConvShape& s = convolution.shape();
+  const Tensor filter = transposed_filter(convolution, weight);
+  const Tensor grad_x = empty_channels_last(grad_z, s.batch, s.in_channels, s.in_h, s.in_w, convolution.dtype());
+  StridedDgradArgs args;
+  args.shape = s;
+  args.grad_z = grad_z.const_data_ptr();
+  args.grad_z_stride = row_stride(grad_z);
+  args.filter = filter.const_data_ptr();
+  args.grad_x = grad_x.mutable_data_ptr();
+  strided_dgrad(args, convolution.dtype(), convolution.stream());
+  return grad_x;
 }
 
 void check_grad(const Tensor& grad, const char* name, const std::vector<int64_t>& wanted) {
@@ -273,19 +295,22 @@ ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z,
   const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
   GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
   own.stem = own.stem && is_for_stem(convolution, grad_z, x);
-  const bool own_x = wanted[kGradX] && own.dgrad.has_value();
+  const bool strided_x = wanted[kGradX] && own.strided_dgrad && has_aligned_pixels(grad_z, dtype);
+  const bool own_x = strided_x || (wanted[kGradX] && own.dgrad.has_value());
   const bool own_weight = wanted[kGradWeight] && (own.stem || own.wgrad != WgradFamily::kAten);
   const bool sm90_weight = own_weight && !own.stem && own.wgrad == WgradFamily::kSm90;
   Tensor grad_bias;
   if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
   if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-  if (own_x) {
+  // The same filter, of half the bytes, from the copy that the forward pass has made.
+  const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+  if (strided_x) {
+    grads.x = strided_input_gradient(convolution, grad_z, filter);
+  } else if (own_x) {
     // Depthwise kernels write dense rows only.
     const bool sums = in_place && x_dtype == dtype && s.groups == 1;
     if (sums && in.more.has_value()) add_in_place(*in.grad_x, {*in.more}, dtype, stream);
     added = sums || (adds && x_dtype == dtype);
-    // The same filter, of half the bytes, from the copy that the forward pass has made.
-    const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
     grads.x = sums ? input_gradient(convolution, *own.dgrad, grad_z, filter, in.grad_x, in.grad_x)
                    : input_gradient(convolution, *own.dgrad, grad_z, filter, added ? in.add_to_grad_x : std::nullopt,
                                     std::nullopt);

@@ -84,10 +84,45 @@ void for_each_tile(const ConvShape& s, Function&& function) {
   }
 }
 
+// 1x1 layers of the models at batch 32 for which one of some 20 timed plans was at least 4.5 % faster than the one with the
+// lowest estimate, most of them with stages of 128 pixels and a block for each multiprocessor. Times of both, us, H200.
+struct TimedPlan {
+  int in_channels, out_channels, size;
+  const char* name;
+};
+constexpr TimedPlan kTimedPlans[] = {
+    {128, 64, 80, "wgrad/sm90/rows/64x64x128x7/33"},  // 27.0, 23.7
+    {128, 128, 80, "wgrad/sm90/rows/64x64x128x7/33"},  // 35.4, 31.0
+    {128, 128, 160, "wgrad/sm90/rows/128x128x128x3/132"},  // 124.0, 103.2
+    {192, 96, 80, "wgrad/sm90/rows/128x64x128x4/44"},  // 41.2, 36.5
+    {192, 192, 160, "wgrad/sm90/rows/192x192x64x4/132"},  // 174.5, 156.7
+    {256, 128, 40, "wgrad/sm90/rows/64x64x128x7/16"},  // 18.0, 15.8
+    {256, 256, 20, "wgrad/sm90/rows/64x128x128x4/16"},  // 11.1, 9.2
+    {256, 256, 40, "wgrad/sm90/rows/64x128x128x4/16"},  // 23.7, 21.3
+    {256, 512, 20, "wgrad/sm90/rows/64x128x128x4/8"},  // 14.4, 12.8
+    {256, 512, 40, "wgrad/sm90/rows/64x128x128x4/8"},  // 34.8, 33.2
+    {256, 768, 20, "wgrad/sm90/rows/64x128x128x4/5"},  // 18.3, 16.5
+    {384, 192, 20, "wgrad/sm90/rows/64x128x128x4/14"},  // 12.0, 9.7
+    {384, 192, 40, "wgrad/sm90/rows/64x128x128x4/14"},  // 26.8, 23.6
+    {384, 384, 20, "wgrad/sm90/rows/64x128x128x4/7"},  // 15.3, 13.8
+    {512, 256, 20, "wgrad/sm90/rows/128x64x128x4/8"},  // 14.5, 12.9
+    {512, 256, 40, "wgrad/sm90/rows/128x128x128x3/16"},  // 34.6, 33.0
+};
+
+const char* timed_plan(const ConvShape& s) {
+  const auto found = std::find_if(std::begin(kTimedPlans), std::end(kTimedPlans), [&](const TimedPlan& t) {
+    return s.pointwise() && s.batch == 32 && s.in_h == t.size && s.in_w == t.size && s.in_channels == t.in_channels &&
+           s.out_channels == t.out_channels;
+  });
+  return found == std::end(kTimedPlans) ? nullptr : found->name;
+}
+
 }  // namespace
 
 std::optional<WgradPlan> plan_wgrad_sm90(const ConvShape& s) {
   std::optional<WgradPlan> best;
+  if (const char* name = timed_plan(s)) best = plan_wgrad_sm90(s, name);
+  if (best.has_value()) return best;
   double least = std::numeric_limits<double>::infinity();
   for_each_tile(s, [&](WgradPlan p) {
     const int64_t tiles = int64_t(wgrad_filter_tiles(s, p)) * wgrad_channel_tiles(s, p);
