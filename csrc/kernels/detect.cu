@@ -62,7 +62,8 @@ struct alignas(16) Run {
 // every other 16 bytes out would fill each sector of L2 by halves, in two turns.
 template <class T>
 __device__ __forceinline__ int run_pixel(int half, int lane, int i) {
-  return 32 * half + i / kPiece<T> * (4 * kPiece<T>) + lane % 4 * kPiece<T> + i % kPiece<T>;
+  constexpr int kOwn = kPiece<T>;
+  return 32 * half + i / kOwn * (4 * kOwn) + lane % 4 * kOwn + i % kOwn;
 }
 
 // Eight pixels (run_pixel) of channel 8 group + lane / 4. All lanes of a warp call it together.

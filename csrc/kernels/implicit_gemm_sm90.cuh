@@ -1341,7 +1341,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   };
   k.y = k.store_boxes ? output_map("y", a.y, a.y_stride) : k.weight[0];  // else prefetched, not used
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
-  k.residual_boxes = kResidualBoxes<T, kChannels, kStats> && k.store_boxes && a.residual != nullptr && k.residual_vectors;
+  k.residual_boxes =
+      kResidualBoxes<T, kChannels, kStats> && k.store_boxes && a.residual != nullptr && k.residual_vectors;
   if (k.residual_boxes) k.residual_map = output_map("residual", a.residual, a.residual_strides.w);
   k.affine = a.affine;
   k.act = a.act;

@@ -81,8 +81,8 @@ bool batch_norm_act_small(const BatchNormActArgs& a, cudaStream_t stream) {
   pass.words = FastDivide(a.channels / 4);
   pass.count = static_cast<int>(words);
   pass.residual_words = static_cast<int>(a.residual_stride / 4);
-  launch_dependent<small_pass_kernel>("batch_norm_act", static_cast<unsigned>((words + kThreads - 1) / kThreads), kThreads,
-                                      0, stream, pass);
+  launch_dependent<small_pass_kernel>("batch_norm_act", static_cast<unsigned>((words + kThreads - 1) / kThreads),
+                                      kThreads, 0, stream, pass);
   return true;
 }
 

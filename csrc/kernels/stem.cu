@@ -150,8 +150,7 @@ __device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity,
       const int i = threadIdx.x + pass * kThreads;
       const int lane = i / 2 % 32, column = lane / 4;
       const int step = i / 64 % Config::kSteps, fragment = i / 64 / Config::kSteps;
-      const int channel =
-          group * Config::kGroupChannels + Config::channel(column / 2, fragment * 2 + column % 2);
+      const int channel = group * Config::kGroupChannels + Config::channel(column / 2, fragment * 2 + column % 2);
       const Pair<Config> pair(8 * step + i % 2 * 4 + lane % 4, parity);
 #pragma unroll
       for (int half = 0; half < Config::kWordElements; ++half) {
@@ -307,8 +306,7 @@ __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile&
     }
   } else {
     const Strides& stride = args.residual_strides;
-    const T* residual =
-        static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + first;
+    const T* residual = static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + first;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       const int c = Config::channel(0, e);
