@@ -9,6 +9,7 @@ using namespace yolo12_fastconv;
 
 struct Query {
   ConvShape shape;
+  int element;  // bytes of x, weights and y
   int tile;  // of kGemmTiles; -1: a plan of the sm90 kernel
   int pixels, channels, depth, mode, resident, split, pixel_stages, weight_stages;  // as in its name
 };
@@ -22,10 +23,11 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
   for (int i = 0; i < count; ++i) {
     const Query& q = queries[i];
     if (q.tile >= 0) {
-      cycles[i] = gemm_cycles(q.shape, DType::kFloat16, kGemmTiles[q.tile], given);
+      cycles[i] = gemm_cycles(q.shape, q.element == 4 ? DType::kFloat32 : DType::kFloat16, kGemmTiles[q.tile], given);
       continue;
     }
     Sm90Plan plan;
+    plan.element_bytes = q.element;
     plan.channels = q.channels;
     plan.workers = q.pixels / 64;
     plan.row_bytes = sm90_row_bytes(q.shape, plan.element_bytes);

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 """Times the kernels that the menu chooses among, and fits its estimates (csrc/device/tile_costs.h) to the times.
 
-Layers whose fastest kernel the estimates miss go into a table (csrc/host/tuned_layers.inc).
+Layers whose fastest kernel the estimates miss go into a table (csrc/host/tuned_layers.inc, and tuned_layers_tf32.inc).
 
     scripts/tune.py sweep out=FILE [KEY=VALUE ...]       time the candidates of each dense layer; needs a GPU
     scripts/tune.py fit sweep=FILE[,FILE] [KEY=VALUE ...]    fit, and print what the choices lose on the best ones
 
-sweep: model=n,s,m,l,x  default: all    batch=1,32  default    dtype=fp16|bf16     default: fp16
+sweep: model=n,s,m,l,x  default: all    batch=1,32  default    dtype=fp16|bf16|tf32    default: fp16
        imgsz=640        default         top=N       candidates of a layer; default: all, which are 100 at most
        replays=5        default         budget=SECONDS  stop after that and write what there is; default: none
 fit:   seconds=60       of search; default          validate=True    fit half of the layers, judge by the other half
        write=True       the constants and the table; default: False, print them
        least=0.025      what a layer of the table gains at least; default
+       Of sweeps in TF32 only the table is made: the constants are those of half.
 
 A sweep visits the layers of all models and batches in turn, the best estimates of each first, so that what a budget
 cuts off are the least promising kernels. fit needs g++ and no GPU; it starts from the constants that are there, and is
@@ -51,6 +52,7 @@ Vector = NDArray[np.float64]
 
 HEADER = ROOT / "csrc" / "device" / "tile_costs.h"
 TABLE = ROOT / "csrc" / "host" / "tuned_layers.inc"
+TF32_TABLE = TABLE.with_name("tuned_layers_tf32.inc")
 SOURCES = ("scripts/tile_costs.cpp", "csrc/host/tile_costs.cpp", "csrc/host/sm90_plan.cpp")
 CYCLES_PER_US = 1755
 """The clock of an H200 under load."""
@@ -78,7 +80,7 @@ class Options:
 _SWEEP_KEYS: Keys = {
     "model": (bench_options.several(cases.SCALES), f"some of {','.join(cases.SCALES)}"),
     "batch": (bench_options.batches, "numbers from 1, as in 1,32"),
-    "dtype": (lambda text: {name: name for name in ("fp16", "bf16")}[text], "fp16 or bf16"),
+    "dtype": (lambda text: {name: name for name in ("fp16", "bf16", "tf32")}[text], "fp16, bf16 or tf32"),
     "imgsz": (bench_options.image_size, "a multiple of 32"),
     "top": (positive, "a number from 1"),
     "replays": (positive, "a number from 1"),
@@ -131,12 +133,14 @@ def sweep(options: Options) -> int:
     from yolo12_fastconv import ops
 
     start = time.monotonic()
-    dtype = getattr(torch, bench_options.DTYPES[options.dtype])
+    tf32 = options.dtype == "tf32"
+    layer_timing.use_tf32(tf32)
+    dtype = torch.float32 if tf32 else getattr(torch, bench_options.DTYPES[options.dtype])
     # In turn, so that all models and batches get their share of a budget.
     sets = [dense_layers(scale, options.imgsz, batch) for batch in options.batch for scale in options.model]
     in_turn = [case for row in itertools.zip_longest(*sets) for case in row if case is not None]
     layers = list({layer_of(case): case for case in in_turn}.values())
-    candidates = {layer_of(case): candidates_of(case, dtype)[: options.top] for case in layers}
+    candidates = {layer_of(case): candidates_of(case, dtype, tf32)[: options.top] for case in layers}
     found: dict[tuple[Any, ...], dict[str, float]] = {layer: {} for layer in candidates}
     complete = True
     written = start
@@ -187,13 +191,13 @@ def sweep(options: Options) -> int:
     return 0
 
 
-def candidates_of(case: cases.Case, dtype: Any) -> list[str]:
+def candidates_of(case: cases.Case, dtype: Any, tf32: bool) -> list[str]:
     """Names of the kernels that can serve a layer on this GPU, the best estimate first."""
     import layer_timing
 
     from yolo12_fastconv import ops
 
-    return ops.kernel_candidates(**layer_timing.menu_query(case, dtype, tf32=False))
+    return ops.kernel_candidates(**layer_timing.menu_query(case, dtype, tf32))
 
 
 # -------------------------------------------------------------------------------------------------------------- fit
@@ -216,7 +220,17 @@ class _Query(ctypes.Structure):
                 "kernel_h",
                 "kernel_w",
             ),
-            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups", "tile"),
+            *(
+                "stride_h",
+                "stride_w",
+                "pad_h",
+                "pad_w",
+                "dilation_h",
+                "dilation_w",
+                "groups",
+                "element",
+                "tile",
+            ),
             *("pixels", "channels", "depth", "mode", "resident", "split", "pixel_stages", "weight_stages"),
         )
     ]
@@ -236,9 +250,10 @@ def _tile_key(found: re.Match[str]) -> tuple[int | bool, ...]:
 
 
 class Model:
-    """The estimates of the library's sources, for any constants."""
+    """The estimates of the library's sources, for any constants. element: bytes of x, weights and y; 4 is TF32."""
 
-    def __init__(self) -> None:
+    def __init__(self, element: int = 2) -> None:
+        self.element = element
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "tile_costs.so"
             command = ["g++", "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-Icsrc"]
@@ -256,7 +271,7 @@ class Model:
     def query(self, layer: tuple[Any, ...], kernel: str) -> _Query:
         batch, ci, co, h, w, k, s, p, _act = layer
         out_h, out_w = (h + 2 * p - k) // s + 1, (w + 2 * p - k) // s + 1
-        shape = (batch, ci, h, w, co, out_h, out_w, k, k, s, s, p, p, 1, 1, 1)
+        shape = (batch, ci, h, w, co, out_h, out_w, k, k, s, s, p, p, 1, 1, 1, self.element)
         if found := _SM80.fullmatch(kernel):
             return _Query(*shape, self._tiles[_tile_key(found)])
         found = _SM90.fullmatch(kernel)
@@ -374,16 +389,22 @@ def search(loss: Callable[[Vector], float], start: Vector, seconds: float) -> Ve
 def fit(options: Options) -> int:
     """Fit the constants, print them and what the choices lose. Returns the exit status."""
     layers: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    precisions = set()
     for path in options.sweep:
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            head = json.loads(path.read_text(encoding="utf-8"))
+            rows = head["rows"]
+            precisions.add(head.get("dtype") == "tf32")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: not a file of scripts/tune.py sweep: {error}") from None
         for row in rows:
             layers[tuple(row[field] for field in FIELDS)].update(row["us"])
     if not layers:
         raise UsageError("fit needs sweep=FILE with timings")
-    model = Model()
+    if len(precisions) > 1:
+        raise UsageError("fit takes sweeps in half or in TF32, not both at once")
+    tf32 = precisions == {True}
+    model = Model(4 if tf32 else 2)
     timings = Timings(model, layers)
     everything = np.ones(len(timings.layers), bool)
 
@@ -404,7 +425,7 @@ def fit(options: Options) -> int:
         print("Each half of the layers chosen by a fit to the other half:")
         print(regrets(timings, chosen))
         return 0
-    costs = fitted(everything)
+    costs = model.defaults if tf32 else fitted(everything)
     before, after = (
         timings.chosen(model.cycles(timings.queries, constants)) for constants in (model.defaults, costs)
     )
@@ -419,14 +440,19 @@ def fit(options: Options) -> int:
     for name, old, new in zip(model.names, model.defaults, costs, strict=True):
         print(f"{name:20} {old:8g} -> {new:.3g}")
     if options.write:
-        rounded = {name: f"{float(f'{value:.3g}'):g}" for name, value in zip(model.names, costs, strict=True)}
-        text = HEADER.read_text()
-        HEADER.write_text(
-            _COST.sub(lambda found: f"  double {found[1]} = {rounded[found[1]]};", text), encoding="utf-8"
-        )
+        if not tf32:
+            rounded = {
+                name: f"{float(f'{value:.3g}'):g}" for name, value in zip(model.names, costs, strict=True)
+            }
+            text = HEADER.read_text()
+            HEADER.write_text(
+                _COST.sub(lambda found: f"  double {found[1]} = {rounded[found[1]]};", text), encoding="utf-8"
+            )
+            print(f"tune: wrote {records.shown(HEADER)}")
+        path = TF32_TABLE if tf32 else TABLE
         rows = (", ".join([*map(str, shape), f'"{name}"']) for shape, name in sorted(table.items()))
-        TABLE.write_text("".join(f"{{{row}}},\n" for row in rows), encoding="utf-8")
-        print(f"tune: wrote {records.shown(HEADER)} and {records.shown(TABLE)}")
+        path.write_text("".join(f"{{{row}}},\n" for row in rows), encoding="utf-8")
+        print(f"tune: wrote {records.shown(path)}")
     return 0
 
 

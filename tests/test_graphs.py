@@ -30,6 +30,7 @@ from yolo12_fastconv import (
     _graph_capture,
     _graph_outputs,
     _graph_state,
+    _late,
     graphs,
     patch_model,
     patch_report,
@@ -494,6 +495,28 @@ def test_shared_outputs_stay_shared():
     first, second = copies[1]["b"]
     assert first is second and first.stride() == other.stride() and torch.equal(first, other)
     assert first.data_ptr() != other.data_ptr() and copies[1]["c"] is None
+
+
+def test_late_outputs_are_made_for_each_call():
+    kept, runs = torch.rand(2, 3), []
+
+    def function():
+        runs.append(torch.full((2, 2), float(len(runs))))
+        return [runs[-1], runs[-1] + 10]
+
+    with _late.noted() as late:
+        first, second = _late.call(function, [(2, 2), (2, 2)])
+    assert not runs and _late.call(function, [(2, 2), (2, 2)])[0] is runs[0]
+    outputs = _graph_outputs.Outputs((second, {"kept": kept, "first": first}), kept.device, set(), late)
+    for call in (1, 2):
+        results = outputs()
+        assert results[1]["first"] is runs[call] and torch.equal(results[0], runs[call] + 10)
+        assert torch.equal(results[1]["kept"], kept) and results[1]["kept"] is not kept
+    # What was computed of a result that is yet to come is no output.
+    with pytest.raises(_graph_outputs.Uncapturable, match="meta"):
+        _graph_outputs.Outputs((first + 1,), kept.device, set(), late)
+    (only,) = _graph_outputs.Outputs((first,), kept.device, set(), late)()
+    assert only is runs[3]
 
 
 def test_slices_come_dense():

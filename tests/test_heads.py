@@ -10,7 +10,7 @@ import torch
 from support import OpLog, tensors
 from torch import nn
 
-from yolo12_fastconv import heads, neck, registry
+from yolo12_fastconv import _late, heads, neck, registry
 from yolo12_fastconv.patching import patch_modules, unpatch_modules
 
 from ultralytics import YOLO  # isort: skip
@@ -183,6 +183,26 @@ def test_flags_of_the_head(changes):
     fast = swapped(head)
     assert decodes(fast, x) is ("export" not in changes)
     assert_equal(fast(x), head(x))
+
+
+@torch.no_grad()
+def test_decoding_can_come_late(pair):
+    """What a capture notes is what an eager call computes; heads that compute with it decode at once."""
+    stock, fast = pair
+    x = torch.rand(2, 3, 64, 96)
+    expected = tensors(fast(x))
+    with _late.noted() as late:
+        y = tensors(fast(x))
+    head = type(fast.model[-1])
+    assert len(late.calls) == (head is heads.FastDetect)
+    for function, results in late.calls:
+        made = function()
+        for place, result in zip(results, made, strict=True):
+            index = next(i for i, t in enumerate(y) if t is place)
+            assert place.is_meta and place.shape == result.shape
+            y[index] = result
+    assert_equal(y, expected)
+    assert_equal(tensors(fast(x)), tensors(stock(x)))  # outside nothing is noted
 
 
 @torch.no_grad()

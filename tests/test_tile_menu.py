@@ -89,9 +89,11 @@ def test_strict_float_goes_to_cudnn_where_the_direct_kernel_is_slower(monkeypatc
         return cases.Case("float", ci, co, size, size, (k, k), (stride, stride), (k // 2, k // 2), batch=32)
 
     slower = [conv(64, 64, 80), conv(512, 64, 40), conv(128, 128, 40, stride=2), conv(1024, 512, 20, k=1)]
-    slower += [replace(conv(ci, ci, 20, k), batch=1) for ci, k in ((256, 1), (512, 1), (16, 3), (96, 3))]
+    slower += [replace(conv(ci, ci, 20, k), batch=1) for ci, k in ((128, 1), (512, 1), (16, 3), (96, 3))]
+    slower += [conv(128, 384, 20, k=1), replace(conv(128, 384, 20, k=1), batch=1)]  # the first by the table
     faster = [conv(3, 16, 640), conv(16, 32, 80), conv(256, 256, 160, stride=2), conv(256, 256, 80, k=1)]
-    faster += [replace(conv(64, 64, 80, k=1), batch=1)]
+    faster += [replace(conv(64, 64, 80, k=1), batch=1), replace(conv(64, 64, 160, stride=2), batch=1)]
+    faster += [conv(128, 256, 20, k=1), replace(conv(128, 128, 80, k=1), batch=1)]
     for case in [*slower, *faster]:
         names = candidates(case, torch.float32, 90)
         assert names == sorted(["direct/simt", "aten/float"], reverse=case in faster), case
@@ -249,8 +251,12 @@ def test_reductions_are_split_where_multiprocessors_would_be_idle():
 
 
 @needs_sm90
-def test_tuned_layers_begin_with_the_kernel_that_was_timed(monkeypatch):
-    table = (Path(__file__).parent.parent / "csrc" / "host" / "tuned_layers.inc").read_text()
+@pytest.mark.parametrize(
+    ("file", "dtypes"),
+    [("tuned_layers", (torch.float16, torch.bfloat16)), ("tuned_layers_tf32", (torch.float32,))],
+)
+def test_tuned_layers_begin_with_the_kernel_that_was_timed(file, dtypes):
+    table = (Path(__file__).parent.parent / "csrc" / "host" / f"{file}.inc").read_text()
     rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
     assert len(rows) == len(table.splitlines()) > 20
     for *sizes, name in rows:
@@ -266,7 +272,8 @@ def test_tuned_layers_begin_with_the_kernel_that_was_timed(monkeypatch):
             padding=(k // 2,) * 2,
             batch=batch,
         )
-        assert candidates(case, torch.float16, 90)[0] == candidates(case, torch.bfloat16, 90)[0] == name
+        for dtype in dtypes:
+            assert candidates(case, dtype, 90, tf32=dtype is torch.float32)[0] == name, case
 
 
 @needs_sm90

@@ -15,6 +15,7 @@ from yolo12_fastconv import ops
 from yolo12_fastconv._arguments import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import cases
 import tune
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -32,6 +33,7 @@ def test_arguments():
     options = tune.parse(["model=n,x", "batch=1", "top=8", "budget=60", "out=f.json"], tune._SWEEP_KEYS)
     assert options.model == ("n", "x") and options.batch == (1,) and options.top == 8 and options.budget == 60
     assert tune.parse(["sweep=a,b", "write=True"], tune._FIT_KEYS).sweep == (Path("a"), Path("b"))
+    assert tune.parse(["dtype=tf32"], tune._SWEEP_KEYS).dtype == "tf32"
     for argument in ("model=y", "batch=0", "dtype=fp64", "top=x", "sweep=a"):
         with pytest.raises(UsageError, match=argument.partition("=")[0]):
             tune.parse([argument], tune._SWEEP_KEYS)
@@ -67,13 +69,37 @@ def test_fit_finds_what_made_the_times(tmp_path, capsys):
 
 
 @needs_compiler
+def test_tf32_has_a_table_of_its_own(tmp_path, capsys, monkeypatch):
+    case = cases.Case("one", 256, 256, 40, 40, batch=32)
+    model = tune.Model(4)
+    layer = tune.layer_of(case)
+    names = [f"implicit_gemm/sm90/{tile}-rows-streamed-{stages}" for tile, stages in
+             (("128x256x32", "4+4"), ("192x128x32", "4+5"), ("256x64x32", "4+4"))]  # fmt: skip
+    queries = (tune._Query * 3)(*(model.query(layer, name) for name in names))
+    slowest = names[int(np.argmax(model.cycles(queries, model.defaults)))]
+    row = dict(zip(tune.FIELDS, layer, strict=True)) | {"us": {n: 10.0 - (n == slowest) for n in names}}
+    files = [tmp_path / f"{name}.json" for name in ("tf32", "fp16")]
+    for file in files:
+        file.write_text(json.dumps({"kind": "tiles", "dtype": file.stem, "rows": [row]}))
+    table = tmp_path / "tf32.inc"
+    monkeypatch.setattr(tune, "TF32_TABLE", table)
+    before = tune.HEADER.read_text(), tune.TABLE.read_text()
+    assert tune.main(["fit", f"sweep={files[0]}", "write=True"]) == 0
+    assert table.read_text() == f'{{32, 256, 256, 40, 1, 1, "{slowest}"}},\n'
+    assert before == (tune.HEADER.read_text(), tune.TABLE.read_text())
+    assert tune.main(["fit", f"sweep={files[0]},{files[1]}"]) == 2
+    assert "not both at once" in capsys.readouterr().err
+
+
+@needs_compiler
 @pytest.mark.skipif(not ops.LIBRARY.loaded, reason=f"no compiled library: {ops.LIBRARY.reason}")
-def test_estimates_are_those_of_the_library():
-    model = tune.Model()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_estimates_are_those_of_the_library(dtype):
+    model = tune.Model(dtype.itemsize)
     for case in tune.dense_layers("m", 640, 32):
         names = ops.kernel_candidates(
             (case.batch, case.ci, case.h, case.w), (case.co, case.ci, *case.kernel), case.stride, case.padding,
-            case.dilation, 1, torch.float16, tf32=False, capability=90,
+            case.dilation, 1, dtype, tf32=dtype is torch.float32, capability=90,
         )  # fmt: skip
         queries = (tune._Query * len(names))(*(model.query(tune.layer_of(case), name) for name in names))
         cycles = model.cycles(queries, model.defaults)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _side_stream
+from yolo12_fastconv import _late, _side_stream
 
 __all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "unfilled_memory"]
 
@@ -31,10 +31,13 @@ class Pool:
 
 
 class Recording:
-    """A captured call: its input, its outputs, its graph."""
+    """A captured call: its input, its outputs, its graph, and what is launched after it."""
 
-    def __init__(self, x: Tensor, outputs: Any, graph: Any, pool: Any) -> None:
+    def __init__(
+        self, x: Tensor, outputs: Any, graph: Any, pool: Any, late: _late.Late | None = None
+    ) -> None:
         self.x, self.outputs, self.graph, self.pool = x, outputs, graph, pool
+        self.late = late or _late.Late()
 
     def replay(self, x: Tensor) -> None:
         """Run the graph for `x`, on the current stream."""
@@ -109,10 +112,11 @@ class CudaBackend:
                 with _side_stream.beside(self._branches()):
                     return function(static)
 
-            graph, outputs = self._record(pool, call)
+            with _late.noted() as late:
+                graph, outputs = self._record(pool, call)
         pool.captures += 1
         self.pool = weakref.ref(pool)
-        return Recording(static, outputs, graph, pool)
+        return Recording(static, outputs, graph, pool, late)
 
     def capture_forward(
         self, function: Callable[[Tensor], Any], x: Tensor, before: Callable[[], None]

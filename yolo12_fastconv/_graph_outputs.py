@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from yolo12_fastconv import _late
 
 __all__ = ["Nest", "Outputs", "Uncapturable", "clone"]
 
@@ -19,13 +21,18 @@ class Uncapturable(Exception):
 class Nest:
     """The tensors of a nest of tuples, lists and dictionaries, each once, and how to build the nest of others."""
 
-    def __init__(self, outputs: Any, device: torch.device, foreign: set[int]) -> None:
-        """`foreign`: addresses of memory that outputs must not lie in, since the caller would get a copy of it.
+    def __init__(
+        self, outputs: Any, device: torch.device, foreign: set[int], late: Sequence[Tensor] = ()
+    ) -> None:
+        """
+        Args:
+            foreign: addresses of memory that outputs must not lie in, since the caller would get a copy of it.
+            late: tensors without memory that stand for results to come.
 
         Raises:
             Uncapturable: there is something else in the nest.
         """
-        self.device, self.foreign = device, foreign
+        self.device, self.foreign, self.late = device, foreign, late
         self.tensors: list[Tensor] = []
         """The tensors, in the order of the nest."""
         self.build = self._builder(outputs)
@@ -51,6 +58,9 @@ class Nest:
         for index, known in enumerate(self.tensors):
             if known is tensor:
                 return index
+        if any(tensor is one for one in self.late):
+            self.tensors.append(tensor)
+            return len(self.tensors) - 1
         if tensor.device != self.device or tensor.layout is not torch.strided:
             raise Uncapturable(f"the model returns a tensor on {tensor.device}, {tensor.layout}")
         if tensor.numel() and tensor.untyped_storage().data_ptr() in self.foreign:
@@ -60,13 +70,19 @@ class Nest:
 
 
 class Outputs(Nest):
-    """Copies a graph's outputs for the caller."""
+    """Copies a graph's outputs for the caller, and makes those that the graph does not."""
 
-    def __init__(self, outputs: Any, device: torch.device, foreign: set[int]) -> None:
-        super().__init__(outputs, device, foreign)
+    def __init__(
+        self, outputs: Any, device: torch.device, foreign: set[int], late: _late.Late | None = None
+    ) -> None:
+        calls = late.calls if late else []
+        coming = [tensor for _, results in calls for tensor in results]
+        super().__init__(outputs, device, foreign, coming)
+        self.functions = [function for function, _ in calls]
         groups: dict[int, list[int]] = {}
         for index, tensor in enumerate(self.tensors):
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+            if not any(tensor is one for one in coming):
+                groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
         self.sources: list[Tensor] = []
         self.views: list[tuple[Any, ...] | None] = [None] * len(self.tensors)
         self.copied: list[int] = [0] * len(self.tensors)  # which copy each output is, or is a view of
@@ -85,10 +101,16 @@ class Outputs(Nest):
                 offset = tensor.storage_offset() - begin
                 self.views[index] = (len(self.sources), tensor.shape, tensor.stride(), offset)
             self.sources.append(torch.as_strided(tensors[0], (end - begin,), (1,), begin))
-        self.direct = all(view is None for view in self.views)
+        self.direct = all(view is None for view in self.views) and not coming
+        for index, tensor in enumerate(self.tensors):
+            for place, one in enumerate(coming):
+                if tensor is one:
+                    self.copied[index] = len(self.sources) + place
 
     def __call__(self) -> Any:
-        copies = clone(self.sources)
+        copies = clone(self.sources) if self.sources else []
+        for function in self.functions:
+            copies += function()
         if not self.direct:
             copies = [
                 copies[self.copied[index]] if view is None else copies[view[0]].as_strided(*view[1:])

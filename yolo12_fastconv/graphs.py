@@ -19,9 +19,9 @@ Right results:
   costs no time where the GPU needs longer than the host. A replay that turns out stale is thrown away and the call
   runs eagerly. The graphs own the memory they read until then, so a stale replay reads old values and nothing else. Not
   seen: changes inside a list or dictionary that is an attribute, and classes and functions edited in place.
-- The input is copied into the graph's own tensor, and outputs are copied out of it: the caller owns what it gets. A
-  tensor that is returned in two places is one tensor again, and outputs that share memory share it again; one that is a
-  slice of a larger tensor comes dense.
+- The input is copied into the graph's own tensor, and outputs are copied out of it, or made after the replay by the
+  last op (`_late`): the caller owns what it gets. A tensor that is returned in two places is one tensor again, and
+  outputs that share memory share it again; one that is a slice of a larger tensor comes dense.
 - Heads keep the anchors of the last shape as attributes. They are made by an eager call before the capture, outside the
   graph's memory, and a replay leaves them in the head as an eager call of that shape would.
 
@@ -346,7 +346,7 @@ class Graphs:
             foreign = {memory.data_ptr() for memory in structure.memory}
             foreign |= {v.untyped_storage().data_ptr() for _, _, v in head if isinstance(v, Tensor)}
             foreign.add(recording.x.untyped_storage().data_ptr())
-            outputs = Outputs(recording.outputs, x.device, foreign)
+            outputs = Outputs(recording.outputs, x.device, foreign, recording.late)
         except Exception as error:
             self.failures += 1
             self.calls[key] = float("-inf")

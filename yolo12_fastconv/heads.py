@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolo12_fastconv import _side_stream, blocks, ops, programs
+from yolo12_fastconv import _late, _side_stream, blocks, ops, programs
 from yolo12_fastconv.fused_block import FusedBlock, child, is_watched, run_and_pass
 from yolo12_fastconv.fused_block import run as run_child
 
@@ -130,9 +130,15 @@ class FastDetect(FusedBlock, Detect):
             points, steps = self.anchors, self.strides
             if self._fits(boxes, points, steps):
                 values = None if self.reg_max == 1 else child(child(self, "dfl"), "conv").weight
-                y, all_boxes, all_scores = ops.detect_decode(
-                    boxes, scores, values, points, steps, xywh=not self.xyxy
+                batch, anchors = boxes[0].shape[0], points.shape[1]
+                decode = functools.partial(
+                    ops.detect_decode, boxes, scores, values, points, steps, xywh=not self.xyxy
                 )
+                if type(self) is FastDetect:  # `Segment` and `Pose` compute with what is decoded
+                    sizes = [(batch, rows, anchors) for rows in (4 + self.nc, 4 * self.reg_max, self.nc)]
+                    y, all_boxes, all_scores = _late.call(decode, sizes)
+                else:
+                    y, all_boxes, all_scores = decode()
                 return {"boxes": all_boxes, "scores": all_scores, "feats": x, _DECODED: y}
         return {"boxes": _levels(boxes), "scores": _levels(scores), "feats": x}
 

@@ -7,6 +7,7 @@
 
 #include "aten.h"
 #include "device/kernels.h"
+#include "device/small_pass.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -297,7 +298,7 @@ Tensor Convolution::run_aten(const Affine& affine, Act act, const OptionalTensor
     args.residual = rows.const_data_ptr();
     args.residual_stride = row_stride(rows);
   }
-  batch_norm_act(args, dtype_, stream_);
+  if (dtype_ != DType::kFloat32 || !batch_norm_act_small(args, stream_)) batch_norm_act(args, dtype_, stream_);
   return y;
 }
 

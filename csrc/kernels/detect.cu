@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPixels = 64;
-constexpr int kRun = 8;  // neighbouring pixels of a channel in a thread
+constexpr int kRun = 8;  // pixels of a channel in a thread
 constexpr int kScoreWords = 16;
 constexpr int kSides = 4;
 static_assert(kThreads == kSides * kPixels);
@@ -49,13 +49,24 @@ __device__ __forceinline__ int tile_index(int pixel, int channel, int row_words)
   return (pixel * row_words + (channel / kLanes ^ swizzle(pixel))) * kLanes + channel % kLanes;
 }
 
+// Of a run, as many neighbouring pixels as 16 bytes hold.
 template <class T>
-struct alignas(sizeof(T) * kRun < 16 ? sizeof(T) * kRun : 16) Run {
+constexpr int kPiece = kLanesOf16Bytes<T>;
+
+template <class T>
+struct alignas(16) Run {
   T value[kRun];
 };
 
-// Eight neighbouring pixels of a channel: pixels 32 half + 8 (lane % 4) + 0..7 of channel 8 group + lane / 4. All lanes of a
-// warp call it together.
+// Which of the tile's pixels is element i of a lane's run. The same pieces of four lanes lie side by side: a store that leaves
+// every other 16 bytes out would fill each sector of L2 by halves, in two turns.
+template <class T>
+__device__ __forceinline__ int run_pixel(int half, int lane, int i) {
+  constexpr int kOwn = kPiece<T>;
+  return 32 * half + i / kOwn * (4 * kOwn) + lane % 4 * kOwn + i % kOwn;
+}
+
+// Eight pixels (run_pixel) of channel 8 group + lane / 4. All lanes of a warp call it together.
 template <class T>
 __device__ __forceinline__ Run<T> load_run(const T* tile, int half, int group, int lane, int row_words) {
   Run<T> run;
@@ -69,17 +80,18 @@ __device__ __forceinline__ Run<T> load_run(const T* tile, int half, int group, i
   } else {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      run.value[i] = tile[tile_index<T>(32 * half + 8 * (lane % 4) + i, 8 * group + lane / 4, row_words)];
+      run.value[i] = tile[tile_index<T>(run_pixel<T>(half, lane, i), 8 * group + lane / 4, row_words)];
     }
   }
   return run;
 }
 
-// Stores the first `valid` pixels of a run, `width` at once, of which `valid` is a multiple where it is below kRun.
+// Stores those of a run's pixels that are below `pixels`, `width` at once, of which `pixels` is a multiple. to: pixel 0.
 template <class T>
-__device__ __forceinline__ void store_run(T* to, const Run<T>& run, int valid, int width) {
-  const auto store = [&]<int kWidth>() {
-    struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Part {
+__device__ __forceinline__ void store_run(T* to, const Run<T>& run, int half, int lane, int pixels, int width) {
+  const auto store = [&]<int kMost>() {
+    constexpr int kWidth = std::min(kMost, kPiece<T>);
+    struct alignas(sizeof(T) * kWidth) Part {
       T value[kWidth];
     };
 #pragma unroll
@@ -87,7 +99,8 @@ __device__ __forceinline__ void store_run(T* to, const Run<T>& run, int valid, i
       Part part;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) part.value[j] = run.value[i + j];
-      if (i < valid) *reinterpret_cast<Part*>(to + i) = part;
+      const int pixel = run_pixel<T>(half, lane, i);
+      if (pixel < pixels) *reinterpret_cast<Part*>(to + pixel) = part;
     }
   };
   switch (width) {
@@ -190,18 +203,17 @@ __global__ __launch_bounds__(kThreads) void detect_kernel(const __grid_constant_
   for (int unit = tid / 32; unit < 2 * ceil_div(channels, 8); unit += kThreads / 32) {
     const int half = unit % 2, group = unit / 2;
     const Run<T> run = load_run(tile, half, group, lane, row_words);
-    const int channel = 8 * group + lane / 4, first = 32 * half + 8 * (lane % 4);
-    const int valid = min(kRun, pixels - first);
-    if (channel >= channels || valid <= 0) continue;
-    const int64_t to = int64_t(channel) * plan.anchors + first;
-    store_run(map + to, run, valid, plan.store);
+    const int channel = 8 * group + lane / 4;
+    if (channel >= channels) continue;
+    const int64_t to = int64_t(channel) * plan.anchors;
+    store_run(map + to, run, half, lane, pixels, plan.store);
     if (is_box) continue;
     Run<T> confidence;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       confidence.value[i] = convert<T>(sigmoid<kFastSigmoid<T>>(convert<Acc>(run.value[i])));
     }
-    store_run(y_scores + to, confidence, valid, plan.store);
+    store_run(y_scores + to, confidence, half, lane, pixels, plan.store);
   }
   if (!is_box) return;
 

@@ -27,7 +27,7 @@
 // block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
 // float, tiles of 96 and 192 channels spilled.
 //
-// Compiled in two parts, each included once: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_stats.cu.
+// Compiled in three parts: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_float.cu, implicit_gemm_sm90_stats.cu.
 #pragma once
 
 #include <cuda.h>
@@ -54,6 +54,10 @@
 #pragma nv_diag_suppress 177
 
 namespace yolo12_fastconv {
+
+// The part in float: products in TF32.
+void implicit_gemm_sm90_float(const ConvArgs& args, const Sm90Plan& plan, cudaStream_t stream);
+
 namespace {
 
 constexpr int kTilePixels = 64;
@@ -307,14 +311,6 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
   return bits;
 }
 
-// silu(u) for float, off by 4 units in the last place at the most. A division, as in activate(), would be half a unit
-// closer, but it branches, so that no two values of a thread are computed at once.
-__device__ __forceinline__ float branch_free_silu(float u) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + expf(-u)));
-  return u * inverse;
-}
-
 // Byte offset of a 16-byte chunk in the rows of a buffer, swizzled as the map of y is.
 template <int kRowBytes>
 __device__ __forceinline__ int buffer_offset(int row, int chunk) {
@@ -495,9 +491,9 @@ class WarpMoments {
 struct NoMoments {};
 
 // Whether the copy engine may bring the residual, to where the results of a warp wait for their way to y: all that the
-// epilogue then does is to add. Not in float, where tiles of 96 and 192 channels spilled.
-template <class T, bool kStats>
-constexpr bool kResidualBoxes = sizeof(T) == 2 && !kStats;
+// epilogue then does is to add. Of float, not in tiles whose registers spilled then.
+template <class T, int kChannels, bool kStats>
+constexpr bool kResidualBoxes = (sizeof(T) == 2 || kChannels <= 64 || kChannels == 128) && !kStats;
 
 // What a warp does with its 16 pixels of a finished tile.
 template <class T, int kChannels, bool kStats>
@@ -517,7 +513,7 @@ class TileWriter {
   // Asks for the residual of a part of the tile that is to be written next: into the buffer that its results replace, after
   // the copy engine has read what was stored from there.
   __device__ __forceinline__ void load_residual(const TilePosition& tile, int part) const {
-    if constexpr (kResidualBoxes<T, kStats>) {
+    if constexpr (kResidualBoxes<T, kChannels, kStats>) {
       if (args_.residual_boxes && threadIdx.x % 32 == 0) {
         wait_stores_read<1>();
         const uint32_t barrier = residual_barriers_ + 8 * (steps_ & 1);
@@ -539,16 +535,21 @@ class TileWriter {
       if (channel < args_.out_channels) {
         char* buffer = buffers_ + (steps_ & 1) * kBufferBytes;
         const uint32_t step = steps_++;
-        if (kResidualBoxes<T, kStats> && args_.residual_boxes) {
+        if (kResidualBoxes<T, kChannels, kStats> && args_.residual_boxes) {
           barrier_wait(residual_barriers_ + 8 * (step & 1), step >> 1 & 1);
-          if constexpr (kResidualBoxes<T, kStats>) finish_halves<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
+          if constexpr (!kResidualBoxes<T, kChannels, kStats>) {
+          } else if constexpr (sizeof(T) == 2) {
+            finish_halves<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
+          } else {
+            finish_floats<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
+          }
         } else {
           if (lane == 0) wait_stores_read<1>();
           __syncwarp();
           if constexpr (sizeof(T) == 2) {
             finish_halves<kSilu, false>(sum, part * kStoreChannels, lane, buffer);
           } else {
-            finish_floats<kSilu>(sum, part * kStoreChannels, lane, buffer);
+            finish_floats<kSilu, false>(sum, part * kStoreChannels, lane, buffer);
           }
           if constexpr (!kStats) {
             if (args_.residual != nullptr) add_residual(buffer, tile, warp, lane, channel);
@@ -663,7 +664,7 @@ class TileWriter {
   // once, four rows. If all wrote the same eight channels, two rows each would share their banks, since the swizzle does
   // no more than swap their chunks. So one of the two writes channels of `far` while the other writes those of `near`.
   // Their scale and shift lie in different banks too.
-  template <bool kSilu>
+  template <bool kSilu, bool kAdds>
   __device__ __forceinline__ void finish_floats(const float (&sum)[kChannels / 2], int first, int lane,
                                                 char* buffer) const {
     constexpr int kFar = kRowBytes == 128 ? 3 : 1;
@@ -677,8 +678,9 @@ class TileWriter {
       for (int h = 0; h < 2; ++h) {
         const float *a = sum + first / 2 + near * 4 + 2 * h, *b = sum + first / 2 + far * 4 + 2 * h;
         float2 y = {fmaf(swapped ? b[0] : a[0], affine.x, affine.y), fmaf(swapped ? b[1] : a[1], affine.z, affine.w)};
-        if constexpr (kSilu) y = {branch_free_silu(y.x), branch_free_silu(y.y)};
-        *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8) = y;
+        if constexpr (kSilu) y = {y.x * sigmoid<true>(y.x), y.y * sigmoid<true>(y.y)};  // closer than TF32's 2^-11
+        float2& at = *reinterpret_cast<float2*>(buffer + offset(lane / 4 + 8 * h, 2 * j + lane % 4 / 2) + lane % 2 * 8);
+        at = kAdds ? make_float2(y.x + at.x, y.y + at.y) : y;
       }
     }
   }
@@ -1111,7 +1113,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
         barrier_expect(1, sums, (args.split - 1) * 16 * kChannels * 4);
       }
     }
-    if (kResidualBoxes<T, kStats> && args.residual_boxes) {
+    if (kResidualBoxes<T, kChannels, kStats> && args.residual_boxes) {
       for (int i = 0; i < 2; ++i) barrier_init(base + args.offset_barriers + 16 * warp + 8 * i, 1);
     }
     barrier_init_fence();
@@ -1339,7 +1341,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   };
   k.y = k.store_boxes ? output_map("y", a.y, a.y_stride) : k.weight[0];  // else prefetched, not used
   k.residual_vectors = reinterpret_cast<uintptr_t>(a.residual) % 16 == 0 && a.residual_strides.w % kChunk == 0;
-  k.residual_boxes = kResidualBoxes<T, kStats> && k.store_boxes && a.residual != nullptr && k.residual_vectors;
+  k.residual_boxes =
+      kResidualBoxes<T, kChannels, kStats> && k.store_boxes && a.residual != nullptr && k.residual_vectors;
   if (k.residual_boxes) k.residual_map = output_map("residual", a.residual, a.residual_strides.w);
   k.affine = a.affine;
   k.act = a.act;
@@ -1424,6 +1427,11 @@ constexpr bool is_built_for_hopper() {
   return false;
 }
 
+template <class T>
+constexpr DType kTypeOf = std::is_same_v<T, float>    ? DType::kFloat32
+                          : std::is_same_v<T, __half> ? DType::kFloat16
+                                                      : DType::kBFloat16;
+
 template <class T, bool kStats>
 void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if constexpr (is_built_for_hopper()) {
@@ -1443,18 +1451,13 @@ void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileS
   fail(kName, ": this build has no kernel for tiles of ", plan.channels, " channels");
 }
 
-template <bool kStats>
+// Elements: the types of x and y that this part is compiled for.
+template <bool kStats, class... Elements>
 void run(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if (args.shape.groups != 1) fail(kName, ": groups=", args.shape.groups, ", only 1 is dense");
-  switch (dtype) {
-    case DType::kFloat16: return choose<__half, kStats>(args, dtype, plan, stats, stream);
-    case DType::kBFloat16: return choose<__nv_bfloat16, kStats>(args, dtype, plan, stats, stream);
-    case DType::kFloat32:
-      if constexpr (!kStats) return choose<float, kStats>(args, dtype, plan, stats, stream);
-      break;
-    default: break;
-  }
-  fail(kName, ": no kernel for ", name_of(dtype));
+  const bool found =
+      ((dtype == kTypeOf<Elements> && (choose<Elements, kStats>(args, dtype, plan, stats, stream), true)) || ...);
+  if (!found) fail(kName, ": no kernel for ", name_of(dtype));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ void implicit_gemm_sm90_stats(const ConvArgs& args, DType dtype, const Sm90Plan&
   if (args.act != Act::kIdentity || args.residual != nullptr) {
     fail("implicit_gemm_sm90: statistics are of the bare convolution, without activation and residual");
   }
-  run<true>(args, dtype, plan, stats, stream);
+  run<true, __half, __nv_bfloat16>(args, dtype, plan, stats, stream);
 }
 
 }  // namespace yolo12_fastconv

@@ -20,8 +20,8 @@
 // - The element too much in each 5 words belongs to a neighbouring pixel. A weight of zero would not do: it may be NaN or
 //   infinite. The lane that loads it masks it.
 // - Which channel a column of the second operand stands for is free to choose. Lane t of four gets the same 2 * kFragments
-//   adjacent channels of a pixel from all its fragments: 16 bytes (8 for K <= 16) that it writes by itself, eight pixels
-//   of 64 (32) bytes per instruction, with no way through shared memory. In float, twice that.
+//   channels of a pixel from all its fragments: 16 bytes (8 for K <= 16) that it writes by itself, eight pixels of 64 (32)
+//   bytes per instruction, with no way through shared memory. In float, twice that: two instructions of 64 bytes.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -72,6 +72,13 @@ struct StemConfig {
   static constexpr int kRowElements = kRowPixels * kSlots;
   static constexpr int kTileBytes = kInRows * kRowElements * int(sizeof(T));
   static constexpr int kLaneChannels = 2 * kFragments, kGroupChannels = 8 * kFragments;
+  // Channels that a lane writes at once. Its next run lies behind the other lanes' ones: a store of 16 bytes by every other 16
+  // bytes would fill each sector of L2 by halves, in two turns.
+  static constexpr int kRun = std::min(kLaneChannels, kLanesOf16Bytes<T>);
+  // Where element e of a lane's channels lies in the group. quad_lane: of four.
+  static __device__ __forceinline__ int channel(int quad_lane, int e) {
+    return e / kRun * (4 * kRun) + quad_lane * kRun + e % kRun;
+  }
   // As many as the registers allow without spills: 36 a lane for the chunks in flight (72 of floats), 48 or 32 more for a
   // group's sums and their scales.
   static constexpr int kBlocksPerMultiprocessor =
@@ -143,8 +150,7 @@ __device__ __forceinline__ void set_up_weights(const StemArgs& args, int parity,
       const int i = threadIdx.x + pass * kThreads;
       const int lane = i / 2 % 32, column = lane / 4;
       const int step = i / 64 % Config::kSteps, fragment = i / 64 / Config::kSteps;
-      const int channel =
-          group * Config::kGroupChannels + column / 2 * Config::kLaneChannels + fragment * 2 + column % 2;
+      const int channel = group * Config::kGroupChannels + Config::channel(column / 2, fragment * 2 + column % 2);
       const Pair<Config> pair(8 * step + i % 2 * 4 + lane % 4, parity);
 #pragma unroll
       for (int half = 0; half < Config::kWordElements; ++half) {
@@ -275,13 +281,14 @@ struct Accumulators {
   float value[kMatrices][Config::kFragments][4];
 };
 
-// A lane's finished channels, from `channel` on, of output pixel (tile.n, p, q), which is the pixel'th of y.
+// A lane's finished channels of a group of output pixel (tile.n, p, q), which is the pixel'th of y. first: the lane's first
+// channel.
 template <class Config>
 __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile& tile, int p, int q, int64_t pixel,
-                                               int channel, const float (&values)[Config::kLaneChannels]) {
+                                               int first, const float (&values)[Config::kLaneChannels]) {
   using T = typename Config::T;
-  constexpr int kCount = Config::kLaneChannels;
-  T* y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
+  constexpr int kCount = Config::kLaneChannels, kRun = Config::kRun;
+  T* y = static_cast<T*>(args.y) + pixel * args.y_stride + first;
   T rounded[kCount];
   if constexpr (std::is_same_v<T, float>) {
     memcpy(rounded, values, sizeof(rounded));
@@ -290,23 +297,22 @@ __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile&
     memcpy(rounded, &lanes, sizeof(rounded));
   }
   if constexpr (Config::kFast) {
-    if (channel >= args.out_channels) return;
-    constexpr int kRun = std::min(kCount, kLanesOf16Bytes<T>);
 #pragma unroll
     for (int e = 0; e < kCount; e += kRun) {
+      if (first + Config::channel(0, e) >= args.out_channels) break;
       Lanes<T, kRun> lanes;
       memcpy(&lanes, rounded + e, sizeof(lanes));
-      store_lanes(y + e, lanes);
+      store_lanes(y + Config::channel(0, e), lanes);
     }
   } else {
     const Strides& stride = args.residual_strides;
-    const T* residual =
-        static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + channel;
+    const T* residual = static_cast<const T*>(args.residual) + tile.n * stride.n + p * stride.h + q * stride.w + first;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      if (channel + e >= args.out_channels) break;
-      y[e] =
-          args.residual == nullptr ? rounded[e] : convert<T>(convert<float>(rounded[e]) + convert<float>(residual[e]));
+      const int c = Config::channel(0, e);
+      if (first + c >= args.out_channels) break;
+      y[c] =
+          args.residual == nullptr ? rounded[e] : convert<T>(convert<float>(rounded[e]) + convert<float>(residual[c]));
     }
   }
 }
@@ -316,13 +322,13 @@ template <class Config>
 __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, int p, int group,
                                        const ScaleShift<float>* affine, const Accumulators<Config>& sum) {
   const int lane = threadIdx.x % 32;
-  const int channel = group * Config::kGroupChannels + lane % 4 * Config::kLaneChannels;
+  const int channel = group * Config::kGroupChannels + Config::channel(lane % 4, 0);
   const int64_t row = (int64_t(tile.n) * args.out_h + p) * args.out_w;
   const bool silu = args.act == Act::kSilu;
   ScaleShift<float> a[Config::kLaneChannels];
 #pragma unroll
   for (int e = 0; e < Config::kLaneChannels; e += 2) {
-    const float4 two = *reinterpret_cast<const float4*>(affine + channel + e);
+    const float4 two = *reinterpret_cast<const float4*>(affine + channel + Config::channel(0, e));
     a[e] = {two.x, two.y};
     a[e + 1] = {two.z, two.w};
   }
