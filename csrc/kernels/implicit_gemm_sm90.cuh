@@ -89,8 +89,9 @@ struct KernelArgs {
   int pixel_stage_step, weight_stage_step;  // the same in 16 bytes, as descriptors count
   int block_steps;  // wgmma steps in a full block of channels
   bool resident, store_boxes;
-  int row_parts;  // rows: blocks of channels in a stage, of x and of the weights alike; 0: not such a loop (multiply_rows)
-  bool in_turn;  // a worker's first tile waits for the products of the worker's before
+  // Where stages of x and of the weights correspond: blocks of channels in a stage, and stages of a tile (multiply_pairs()).
+  int pair_parts, pair_stages;  // 0: they do not
+  bool in_turn;  // the products of a tile wait for those of the tile before, which another worker has
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
   // Tiles of a column, and what its workers need to take them in turn; of the first `longer_columns` one tile more.
@@ -538,8 +539,8 @@ class TileWriter {
     uint32_t rows = 0;
     if constexpr (kStats) rows = rows_of(tile, warp);
     // Two parts: stored together, behind one fence.
-    const bool together = kPairs && args_.store_boxes && !args_.residual_boxes &&
-                          first_channel_ + kStoreChannels < args_.out_channels;
+    const bool together =
+        kPairs && args_.store_boxes && !args_.residual_boxes && first_channel_ + kStoreChannels < args_.out_channels;
 #pragma unroll
     for (int part = 0; part < kChannels / kStoreChannels; ++part) {
       const int channel = first_channel_ + part * kStoreChannels;
@@ -787,9 +788,9 @@ class TileWriter {
   [[no_unique_address]] std::conditional_t<kStats, WarpMoments<T, kChannels>, NoMoments> moments_;
 };
 
-// Whether a kernel has multiply_rows(). Not with statistics, which leave few registers, nor split, as a kernel of its own.
+// Whether a kernel has multiply_pairs(). Not with statistics, which leave few registers, nor split, as a kernel of its own.
 template <class T, bool kSplit, bool kStats>
-constexpr bool kHasRowLoops = sizeof(T) == 2 && !kSplit && !kStats;
+constexpr bool kHasPairLoops = sizeof(T) == 2 && !kSplit && !kStats;
 
 // Turns of the workers: named barriers 2 and up, one a worker, on which it waits and the one before it arrives.
 __device__ __forceinline__ void wait_for_turn(int worker) {
@@ -810,7 +811,7 @@ __device__ __forceinline__ void give_turn_if(uint32_t condition, int worker) {
 // does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
 // with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products; so did the warp
 // that copied each tap's weights. Now taps that are few bytes share a stage, and the steps of a stage are unrolled.
-template <class T, int kChannels, bool kRowLoops>
+template <class T, int kChannels, bool kPairLoops>
 class Worker {
  public:
   __device__ __forceinline__ Worker(const KernelArgs& args, Ring pixel_ring, Ring weight_ring, uint32_t pixel_stages,
@@ -830,9 +831,9 @@ class Worker {
   // next: the worker whose turn it is when all products of the tile are under way; -1: none.
   template <bool kStreamed>
   __device__ __forceinline__ void multiply_tile(float (&sum)[kChannels / 2], int first, int end, bool wait, int next) {
-    if constexpr (kRowLoops) {
-      if (args_.row_parts == 1) return multiply_rows<kStreamed, 1>(sum, wait, next);
-      if (args_.row_parts == 2) return multiply_rows<kStreamed, 2>(sum, wait, next);
+    if constexpr (kPairLoops) {
+      if (args_.pair_parts == 1) return multiply_pairs<kStreamed, 1>(sum, wait, next);
+      if (args_.pair_parts == 2) return multiply_pairs<kStreamed, 2>(sum, wait, next);
     }
     switch (args_.block_steps) {
       case 4: return multiply_blocks<kStreamed, 4>(sum, first, end, wait);
@@ -851,10 +852,10 @@ class Worker {
   }
 
  private:
-  // 1x1, blocks of 128 bytes of channels, kParts of them in a stage of x and in one of the weights: nothing is looked up
-  // from one stage to the next.
+  // Rows or taps, blocks of 128 bytes of channels, kParts of them in a stage of x and in one of the weights: nothing is
+  // looked up from one stage to the next.
   template <bool kStreamed, int kParts>
-  __device__ __forceinline__ void multiply_rows(float (&sum)[kChannels / 2], bool wait, int next) {
+  __device__ __forceinline__ void multiply_pairs(float (&sum)[kChannels / 2], bool wait, int next) {
     constexpr int kPixelPart = kTilePixels * 128 / 16, kWeightPart = kChannels * 128 / 16;  // in 16 bytes
     uint32_t emptied = 0;
     release_pixels_ = 0;
@@ -864,7 +865,7 @@ class Worker {
       weight_at_ = {};
     }
     uint32_t weights = first_weights_;
-    int left = args_.blocks;
+    int left = args_.pair_stages;
     do {
       const uint32_t pixels = first_pixels_ + pixel_at_.stage * (kParts * kPixelPart);
       if constexpr (kStreamed) weights = first_weights_ + weight_at_.stage * (kParts * kWeightPart);
@@ -1077,7 +1078,8 @@ __device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const
 }
 
 template <class T, int kChannels, bool kSplit, bool kStats>
-__device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, kChannels, kHasRowLoops<T, kSplit, kStats>> worker, int warp,
+__device__ __forceinline__ void compute_tiles(const KernelArgs& args,
+                                              Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>> worker, int warp,
                                               const BlockWork& work, char* shared) {
   const int index = warp / 4;  // of the worker
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel, warp);
@@ -1103,9 +1105,9 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, Worker<T, 
     float sum[kChannels / 2] = {};
     if (args.resident) {
       int next = -1;
-      if (args.in_turn && i == index) {
-        if (index > 0) wait_for_turn(index);
-        if (index + 1 < args.workers) next = index + 1;
+      if (args.in_turn) {
+        if (i > 0) wait_for_turn(index);
+        if (i + 1 < work.tiles) next = index + 1 < args.workers ? index + 1 : 0;
       }
       worker.template multiply_tile<false>(sum, kSplit ? work.first_block : 0, kSplit ? end : 0, i == index, next);
     } else {
@@ -1237,9 +1239,10 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
       fold_channels<T, kChannels, 1>(args, shared, work.first_channel, threadIdx.x, 128 * args.workers);
     }
     if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
-    compute_tiles<T, kChannels, kSplit, kStats>(
-        args, Worker<T, kChannels, kHasRowLoops<T, kSplit, kStats>>(args, pixel_ring(worker), weight_ring, pixel_stages(worker), base), warp,
-        work, shared);
+    compute_tiles<T, kChannels, kSplit, kStats>(args,
+                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>>(
+                                                    args, pixel_ring(worker), weight_ring, pixel_stages(worker), base),
+                                                warp, work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     if constexpr (kSplit) cluster_arrive();
@@ -1478,9 +1481,11 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.block_steps = plan.row_bytes / 32;
   k.resident = plan.resident;
   // Weights of a whole stage of x in one stage, and no block of channels that is cut short.
-  const bool row_loop = kHasRowLoops<T, false, kStats> && plan.split == 1 && mode == PixelMode::kRows &&
-                        plan.row_bytes == 128 && k.groups == 1 && k.last_block_steps == 4 && plan.parts <= 2;
-  k.row_parts = row_loop ? plan.parts : 0;
+  const bool pairs = kHasPairLoops<T, false, kStats> && plan.split == 1 && mode != PixelMode::kWindow &&
+                     plan.row_bytes == 128 && k.groups == k.planes && k.last_block_steps == 4 &&
+                     plan.parts <= (mode == PixelMode::kRows ? 2 : 1);
+  k.pair_parts = pairs ? plan.parts : 0;
+  k.pair_stages = k.blocks * k.planes;
   const int tiles_w = ceil_div(s.out_w, 8), tiles_h = ceil_div(s.out_h, 8);
   k.tiles = static_cast<int>(sm90_tiles(s, plan));
   k.split = plan.split;
@@ -1490,9 +1495,12 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.longer_columns = k.tiles % k.columns;
   k.rounds = ceil_div(k.column_tiles, plan.workers);
   k.longer_rounds = ceil_div(k.column_tiles + 1, plan.workers);
-  // Workers that begin together compute together, then all run their epilogues, with the tensor cores idle. One after the
-  // other they stay so. It takes some rounds to win back what the last one waits for at the start.
-  k.in_turn = k.row_parts > 0 && plan.resident && plan.workers > 1 && k.column_tiles >= 2 * plan.workers;
+  // Workers that begin together compute together, then all run their epilogues, with the tensor cores idle: one after the
+  // other, 128 channels of 256 took 5 % less. Not where that alone would keep the others from computing: a ring that does
+  // not hold a tile (1.3 to 1.8 times as long), many stages of few products (up to 1.1), less than a round of tiles.
+  const bool few_products = k.blocks > 2 && 2 * plan.parts * kChannels < 192;
+  k.in_turn = pairs && mode == PixelMode::kRows && plan.resident && plan.workers > 1 && plan.pixel_stages >= k.blocks &&
+              !few_products && k.column_tiles >= plan.workers;
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
