@@ -345,6 +345,47 @@ def test_reductions_that_clusters_share(cuda, dtype, monkeypatch):
     assert splits == {"2", "3", "4"}
 
 
+# Blocks of channels without a rest, and several tiles a worker: short loops, and workers that take turns.
+ROUNDS = [
+    *(Conv((13, 128, 53, 53), channels, 1, 1, 0, 1) for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256)),
+    Conv((5, 320, 41, 43), 248, 1, 1, 0, 1),
+    Conv((6, 128, 43, 41), 200, 3, 2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_each_plan_of_a_layer(cuda, dtype, monkeypatch):
+    """Whether or not the menu would choose it."""
+    problems, modes = [], set()
+    for index, conv in enumerate(ROUNDS):
+        (n, c, h, w), k, kernel, *numbers = conv
+        torch.manual_seed(index)
+        x = torch.randn(n, c, h, w, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
+        geometry = tuple((number,) * 2 for number in numbers)
+        act = ("silu", "identity")[index % 2]
+        activate = functional.silu if act == "silu" else lambda y: y
+        truth = activate(functional.conv2d(x.double(), weight.double(), None, *geometry))
+        peer = activate(functional.conv2d(x, weight, None, *geometry))
+        added = residual_like(peer, index // 2) if index % 4 > 1 else None
+        if added is not None:
+            truth, peer = truth + added.double(), peer + added
+        limit = 2 * relative(peer, truth) + 1e-5
+        names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
+        for name in names:
+            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+            op_checks.poison([peer])
+            got = ops.conv_bn_act(x, weight, None, None, added, *geometry, act=act)
+            again = ops.conv_bn_act(x, weight, None, None, added, *geometry, act=act)
+            error = relative(got, truth)
+            if not error <= limit or not torch.equal(got, again):
+                problems.append(f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}")
+            modes.update(part for part in name.split("/")[-1].split("-") if part.isalpha())
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+    assert not problems, "\n".join(problems)
+    assert modes == {"rows", "taps", "window", "resident", "streamed"}
+
+
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_weights_whose_padding_holds_anything(cuda, dtype, target, monkeypatch):

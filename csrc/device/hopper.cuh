@@ -179,13 +179,20 @@ __device__ __forceinline__ void load_pixels(uint32_t leads, uint32_t to, const C
 #endif
 }
 
-// Shared memory into the box of `map` at these coordinates; what lies outside of the tensor is not written.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3) {
+// Shared memory into the box of `map` at these coordinates; what lies outside of the tensor is not written. In the lane where
+// `leads` is not 0.
+__device__ __forceinline__ void store_box(uint32_t leads, const CUtensorMap* map, uint32_t from, int c0, int c1, int c2,
+                                          int c3) {
 #if YOLO12_HAS_WGMMA
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
-               "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "@p cp.async.bulk.commit_group;\n"
+      "}\n" ::"l"(map),
+      "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads)
+      : "memory");
 #endif
 }
 
