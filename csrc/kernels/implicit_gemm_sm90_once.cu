@@ -1,0 +1,499 @@
+// Dense convolution as an implicit GEMM on Hopper's tensor cores for small grids, where a layer is a chain of latencies:
+// 1x1, and 3x3 with stride 1 or 2, in half and bfloat16.
+//
+//   y[m, k] = act(scale[k] * sum over t, c of x[pixel(m, t), c] * w[k, t, c] + shift[k]) + residual[m, k]
+//
+// The same tiles, windows and products as in implicit_gemm_sm90.cuh, with all that repeats taken out: a worker has one
+// tile, everything that a block reads has a place of its own in shared memory and is asked for at the start, and the number
+// of products between two waits is known to the compiler. What is left to a block is: ask, wait, multiply, finish, store.
+//
+// Results go to y from registers. A thread has two neighbouring channels of every eight columns of a tile, which would be
+// stores of four bytes; so the columns are dealt out to the channels in another order: column 8 i + 2 t + e is channel
+// t * kChannels / 4 + 2 i + e. The copy engine does that: the map of the weights has e, t and i as dimensions of their own.
+// Then thread t of four has a quarter of the tile's channels, all adjacent.
+//
+// Where the tile's width does not divide the output channels, the last tile begins earlier. Two blocks then store the same
+// values to the channels that they share.
+#include <cuda.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "device/dependent_launch.cuh"
+#include "device/fast_divide.h"
+#include "device/hopper.cuh"
+#include "device/kernels.h"
+#include "device/launch_limits.cuh"
+#include "device/numeric.cuh"
+#include "device/sm90_once_plan.h"
+#include "device/tensor_core.cuh"
+#include "device/tensor_map.cuh"
+
+// Without wgmma the kernel's body is empty, and the functions that it calls are left over.
+#pragma nv_diag_suppress 177
+
+namespace yolo12_fastconv {
+namespace {
+
+struct OnceArgs {
+  CUtensorMap x, weight;
+  Affine affine;
+  Act act;
+  int parts, workers, tiles, out_channels;
+  int offset_pixels, offset_affine, offset_barriers;
+  int out_h, out_w, pad_h, pad_w;
+  int64_t pixels;
+  FastDivide by_channel_tiles, by_tiles_w, by_tiles_h;
+  void* y;
+  int64_t y_stride;
+  const void* residual;
+  int64_t residual_stride;
+};
+
+// Of bits: two halves or bfloat16s.
+template <class T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <class T>
+__device__ __forceinline__ uint32_t round_pair(float first, float second) {
+  PairOf<T> pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    pair = __floats2half2_rn(first, second);
+  } else {
+    pair = __floats2bfloat162_rn(first, second);
+  }
+  uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t sum_of_pairs(uint32_t a, uint32_t b) {
+  PairOf<T> pair[2];
+  memcpy(&pair[0], &a, 4);
+  memcpy(&pair[1], &b, 4);
+  pair[0] = __hadd2(pair[0], pair[1]);
+  memcpy(&a, &pair[0], 4);
+  return a;
+}
+
+// A filter tap's place: its plane of the window, and the row there that the tile's first pixel meets.
+template <OnceMode kMode>
+constexpr int tap_row(int tap) {
+  constexpr OncePixels kPixels = once_pixels(kMode);
+  const int r = tap / 3, s = tap % 3;
+  if (kMode == OnceMode::kRows) return 0;
+  if (kMode == OnceMode::kWindow) return r * 10 + s;
+  return (r % 2 * 2 + s % 2) * kPixels.rows + r / 2 * 9 + s / 2;
+}
+
+template <class T, int kChannels, int kRowBytes, OnceMode kMode>
+struct OnceKernel {
+  static constexpr OncePixels kPixels = once_pixels(kMode);
+  static constexpr int kSteps = kRowBytes / 32, kTaps = once_taps(kMode), kGroups = once_groups(kMode);
+  static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kRowBytes;
+  static constexpr int kPlaneBytes = kPixels.rows * kRowBytes, kPartBytes = kPixels.planes * kPlaneBytes;
+  static constexpr int kWindow = kMode == OnceMode::kWindow ? 10 : 9;  // pixels a side
+  static constexpr int kThreadChannels = kChannels / 4, kWords = kThreadChannels / 2;  // words: of two channels
+  static constexpr int kMaxThreads = once_max_workers(kChannels) * 128 + 32;
+  static_assert(kTapBytes * kGroupTaps % 256 == 0);
+
+  // First output pixel of a tile.
+  struct Position {
+    int n = 0, p = 0, q = 0, pixel = 0;
+  };
+  static __device__ __forceinline__ Position position_of(const OnceArgs& args, int tile) {
+    Position at;
+    if constexpr (kMode == OnceMode::kRows) {
+      at.pixel = tile * 64;
+    } else {
+      int row;
+      args.by_tiles_w.divide(tile, row, at.q);
+      args.by_tiles_h.divide(row, at.n, at.p);
+      at.q *= 8;
+      at.p *= 8;
+    }
+    return at;
+  }
+
+  // A whole warp: asks for the pixels of a worker's tile, a barrier for each part of the channels.
+  static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at,
+                                                   uint32_t to, uint32_t barrier) {
+    constexpr int kStride = kMode == OnceMode::kStrided ? 2 : 1;
+    const int left = at.q * kStride - args.pad_w, top = at.p * kStride - args.pad_h;
+    wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier);
+    int channel = 0;
+#pragma unroll 1
+    for (int part = 0; part < args.parts; ++part) {
+      barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kRowBytes);
+      if constexpr (kMode == OnceMode::kRows) {
+        load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
+      } else {
+#pragma unroll
+        for (int plane = 0; plane < kPixels.planes; ++plane) {
+          load_box(leads, to + plane * kPlaneBytes, &args.x, barrier, channel, left + plane % 2, top + plane / 2, at.n);
+        }
+      }
+      channel += kRowBytes / 2;
+      to += kPartBytes;
+      barrier += 8;
+    }
+  }
+
+  static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int first_channel,
+                                                      uint32_t to, uint32_t barrier) {
+    const int first_pair = first_channel / 2;
+    wait_for_earlier_kernels(first_pair ^ to ^ barrier);
+    int channel = 0;
+#pragma unroll 1
+    for (int part = 0; part < args.parts; ++part) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
+        load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair, group * kGroupTaps);
+        to += kGroupTaps * kTapBytes;
+        barrier += 8;
+      }
+      channel += kRowBytes / 2;
+    }
+  }
+
+  static __device__ __forceinline__ void multiply(const OnceArgs& args, float (&sum)[kChannels / 2], uint32_t pixels,
+                                                  uint32_t weights, uint32_t pixel_barrier, uint32_t weight_barrier) {
+    const uint32_t pixel_layout = descriptor_layout(kRowBytes, (kMode == OnceMode::kRows ? 8 : kWindow) * kRowBytes);
+    const uint32_t weight_layout = descriptor_layout(kRowBytes, 8 * kRowBytes);
+    uint32_t a = descriptor_start(pixels), b = descriptor_start(weights);
+    int part = 0;
+    do {
+      barrier_wait(pixel_barrier, 0);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        barrier_wait(weight_barrier + 8 * group, 0);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kGroupTaps; ++i) {
+          const int tap = group * kGroupTaps + i;
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            wgmma<T, kChannels>(sum, descriptor(pixel_layout, a + tap_row<kMode>(tap) * (kRowBytes / 16) + 2 * k),
+                                descriptor(weight_layout, b + tap * (kTapBytes / 16) + 2 * k));
+          }
+        }
+        wgmma_commit();
+      }
+      a += kPartBytes / 16;
+      b += kTaps * kTapBytes / 16;
+      pixel_barrier += 8;
+      weight_barrier += 8 * kGroups;
+    } while (++part < args.parts);
+  }
+
+  // The thread's values of one pixel.
+  template <bool kSilu>
+  static __device__ __forceinline__ void finish(const float (&sum)[kChannels / 2], const float4* affine, int row,
+                                                uint32_t (&out)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const float4 of = affine[i];
+      float u = fmaf(sum[4 * i + 2 * row], of.x, of.y), v = fmaf(sum[4 * i + 2 * row + 1], of.z, of.w);
+      if constexpr (kSilu) {
+        u = silu_of_half(u);
+        v = silu_of_half(v);
+      }
+      out[i] = round_pair<T>(u, v);
+    }
+  }
+
+  static constexpr int kVector = once_store_bytes(kChannels) / 4;  // words
+  using Vector = std::conditional_t<kVector == 4, uint4, uint2>;
+
+  static __device__ __forceinline__ void add_vectors(uint32_t (&out)[kWords], const T* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += kVector) {
+      uint32_t words[kVector];
+      const Vector bits = *reinterpret_cast<const Vector*>(from + 2 * i);
+      memcpy(words, &bits, sizeof(Vector));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) out[i + j] = sum_of_pairs<T>(out[i + j], words[j]);
+    }
+  }
+  static __device__ __forceinline__ void store_vectors(T* to, const uint32_t (&out)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += kVector) {
+      Vector bits;
+      memcpy(&bits, out + i, sizeof(Vector));
+      *reinterpret_cast<Vector*>(to + 2 * i) = bits;
+    }
+  }
+
+  // Four warps of a worker, its tile.
+  static __device__ __forceinline__ void compute(const OnceArgs& args, const char* shared, uint32_t base, int worker,
+                                                 const Position& at, int first_channel, int threads) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int channel = lane % 4 * kThreadChannels;  // of the tile
+    int64_t pixel[2];
+    bool exists[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kMode == OnceMode::kRows) {
+        pixel[h] = at.pixel + 16 * warp + lane / 4 + 8 * h;
+        exists[h] = pixel[h] < args.pixels;
+      } else {
+        const int p = at.p + 2 * warp + h, q = at.q + lane / 4;
+        pixel[h] = (int64_t(at.n) * args.out_h + p) * args.out_w + q;
+        exists[h] = p < args.out_h && q < args.out_w;
+      }
+    }
+    const uint32_t barriers = base + args.offset_barriers;
+    float sum[kChannels / 2] = {};
+    multiply(args, sum, base + args.offset_pixels + worker * args.parts * kPartBytes, base,
+             barriers + 8 * args.parts * (kGroups + worker), barriers);
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");  // scale and shift are there
+    wgmma_wait<0>();
+    const auto* affine = reinterpret_cast<const float4*>(shared + args.offset_affine) + channel / 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t out[kWords];
+      if (args.act == Act::kSilu) {
+        finish<true>(sum, affine, h, out);
+      } else {
+        finish<false>(sum, affine, h, out);
+      }
+      if (exists[h]) {
+        const int64_t first = first_channel + channel;
+        if (args.residual != nullptr) {  // as in stock, the activated value is rounded before
+          add_vectors(out, static_cast<const T*>(args.residual) + pixel[h] * args.residual_stride + first);
+        }
+        store_vectors(static_cast<T*>(args.y) + pixel[h] * args.y_stride + first, out);
+      }
+    }
+  }
+};
+
+template <class T, int kChannels, int kRowBytes, OnceMode kMode>
+__global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxThreads),
+                             1) void implicit_gemm_sm90_once_kernel(const __grid_constant__ OnceArgs args) {
+#if YOLO12_HAS_WGMMA
+  using Kernel = OnceKernel<T, kChannels, kRowBytes, kMode>;
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = shared_address(shared);
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+  const uint32_t leads = lane == 0;
+  const int threads = 128 * args.workers + 32;
+  let_later_kernels_start();
+  int column, channel_tile;
+  args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), column, channel_tile);
+  const int first_channel = min(channel_tile * kChannels, args.out_channels - kChannels);
+  const uint32_t barriers = base + args.offset_barriers;
+  if (warp < 4 * args.workers) {
+    const int worker = warp / 4, tile = column * args.workers + worker;
+    const typename Kernel::Position at = Kernel::position_of(args, tile);
+    if (warp % 4 == 0) {
+      // Its barriers, then its copies: by the warp that starts them, so that they need not wait for the block.
+      const uint32_t filled = barriers + 8 * args.parts * (Kernel::kGroups + worker);
+      if (leads) {
+        prefetch_tensor_map(&args.x);
+        for (int i = 0; i < args.parts; ++i) barrier_init(filled + 8 * i, 1);
+        barrier_init_fence();
+      }
+      __syncwarp();
+      if (tile < args.tiles) {
+        Kernel::load_tile(args, leads, at,
+                          base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes, filled);
+      }
+    }
+    asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
+    wait_for_earlier_kernels();
+    if (tile < args.tiles) {
+      Kernel::compute(args, shared, base, worker, at, first_channel, threads);
+    } else {
+      asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    }
+  } else {
+    if (leads) {
+      if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
+      prefetch_tensor_map(&args.weight);
+      for (int i = 0; i < args.parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
+    asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
+    Kernel::load_weights(args, leads, first_channel, base, barriers);
+    auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
+    const bool halved = args.act == Act::kSilu;  // for silu_of_half
+    ChannelBits bits[ceil_div(kChannels, 32)];
+#pragma unroll
+    for (int i = 0; i < ceil_div(kChannels, 32); ++i) {
+      bits[i] = load_for_epilogue(args.affine, first_channel + lane + 32 * i, args.out_channels);
+    }
+#pragma unroll
+    for (int i = 0; i < ceil_div(kChannels, 32); ++i) {
+      const int channel = lane + 32 * i;
+      if (channel < kChannels) {
+        affine[channel] = fold_for_epilogue(args.affine, bits[i], first_channel + channel, args.out_channels, halved);
+      }
+    }
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+  }
+#endif
+}
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+constexpr const char* kName = "implicit_gemm_sm90_once";
+
+// Strides of x whose sizes of one get the stride that a dense tensor would have.
+Strides strides_of_pixels(const ConvArgs& a) {
+  Strides x = a.x_strides;
+  const ConvShape& s = a.shape;
+  if (s.in_w == 1) x.w = round_up(s.in_channels, 8);
+  if (s.in_h == 1) x.h = x.w * s.in_w;
+  if (s.batch == 1) x.n = x.h * s.in_h;
+  return x;
+}
+
+CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) {
+  const ConvShape& s = a.shape;
+  const Strides x = strides_of_pixels(a);
+  const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
+  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
+  const auto c = static_cast<cuuint64_t>(s.in_channels);
+  if (s.pointwise()) {
+    const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
+    const cuuint64_t all = bytes(x.w) * pixels;
+    return tensor_map(kName, "x", map_type(dtype), a.x, {c, pixels, 1, 1}, {bytes(x.w), all, all},
+                      {channels, 64, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
+  }
+  const auto step = static_cast<cuuint32_t>(s.stride_h);
+  const cuuint32_t side = step == 1 ? 10 : 9;  // a box is counted in elements before striding
+  return tensor_map(kName, "x", map_type(dtype), a.x,
+                    {c, static_cast<cuuint64_t>(s.in_w), static_cast<cuuint64_t>(s.in_h),
+                     static_cast<cuuint64_t>(s.batch)},
+                    {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1},
+                    plan.row_bytes);
+}
+
+// (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, tap): see the top.
+CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeTiled");
+  const ConvShape& s = a.shape;
+  const auto taps = static_cast<cuuint64_t>(s.kernel_h * s.kernel_w);
+  const cuuint64_t tap = cuuint64_t(round_up(s.in_channels, 8)) * 2, filter = tap * taps;
+  const cuuint64_t size[5] = {static_cast<cuuint64_t>(s.in_channels), 2, 4, cuuint64_t(s.out_channels / 2), taps};
+  const cuuint64_t stride[4] = {filter, filter * (plan.channels / 4), filter * 2, tap};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, cuuint32_t(plan.channels / 8),
+                             cuuint32_t(taps == 1 ? 1 : 3)};
+  const cuuint32_t step[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult status = encode(&map, map_type(dtype), 5, const_cast<void*>(a.weight), size, stride, box, step,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check_tensor_map(status, kName, "weight");
+  return map;
+}
+
+template <class T, int kChannels, int kRowBytes, OnceMode kMode>
+void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
+  const ConvShape& s = a.shape;
+  const OnceLayout layout = once_layout(s, plan);
+  const int channel_tiles = ceil_div(s.out_channels, kChannels);
+  OnceArgs k;
+  k.x = pixel_map(a, dtype, plan);
+  k.weight = weight_map(a, dtype, plan);
+  k.affine = a.affine;
+  k.act = a.act;
+  k.parts = once_parts(s, plan);
+  k.workers = plan.workers;
+  k.tiles = static_cast<int>(once_tiles(s));
+  k.out_channels = s.out_channels;
+  k.offset_pixels = layout.pixels;
+  k.offset_affine = layout.affine;
+  k.offset_barriers = layout.barriers;
+  k.out_h = s.out_h;
+  k.out_w = s.out_w;
+  k.pad_h = s.pad_h;
+  k.pad_w = s.pad_w;
+  k.pixels = s.out_pixels();
+  k.by_channel_tiles = FastDivide(channel_tiles);
+  k.by_tiles_w = FastDivide(ceil_div(s.out_w, 8));
+  k.by_tiles_h = FastDivide(ceil_div(s.out_h, 8));
+  k.y = a.y;
+  k.y_stride = a.y_stride;
+  k.residual = a.residual;
+  k.residual_stride = a.residual_strides.w;
+  constexpr auto kKernel = implicit_gemm_sm90_once_kernel<T, kChannels, kRowBytes, kMode>;
+  allow_shared_bytes(kKernel, layout.bytes);
+  launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), 128 * plan.workers + 32, layout.bytes,
+                            stream, k);
+}
+
+// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
+constexpr bool is_built_for_hopper() {
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch == 900) return true;
+  }
+  return false;
+}
+
+template <class T, int kChannels, int kRowBytes>
+void choose_mode(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
+  const auto start = [&]<OnceMode kMode>(std::integral_constant<OnceMode, kMode>) {
+    if constexpr (is_built_for_hopper() && once_has_kernel(kChannels, kRowBytes, kMode)) {
+      return launch<T, kChannels, kRowBytes, kMode>(a, dtype, plan, stream);
+    }
+    fail(kName, ": no kernel for tiles of ", kChannels, " channels over rows of ", kRowBytes, " bytes");
+  };
+  switch (once_mode(a.shape)) {
+    case OnceMode::kRows: return start(std::integral_constant<OnceMode, OnceMode::kRows>());
+    case OnceMode::kWindow: return start(std::integral_constant<OnceMode, OnceMode::kWindow>());
+    case OnceMode::kStrided: return start(std::integral_constant<OnceMode, OnceMode::kStrided>());
+  }
+}
+
+template <class T, int kChannels>
+void choose_row(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
+  switch (plan.row_bytes) {
+    case 32: return choose_mode<T, kChannels, 32>(a, dtype, plan, stream);
+    case 64: return choose_mode<T, kChannels, 64>(a, dtype, plan, stream);
+    default: return choose_mode<T, kChannels, 128>(a, dtype, plan, stream);
+  }
+}
+
+template <class T>
+void choose(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
+  switch (plan.channels) {
+    case 16: return choose_row<T, 16>(a, dtype, plan, stream);
+    case 32: return choose_row<T, 32>(a, dtype, plan, stream);
+    case 48: return choose_row<T, 48>(a, dtype, plan, stream);
+    case 64: return choose_row<T, 64>(a, dtype, plan, stream);
+    case 96: return choose_row<T, 96>(a, dtype, plan, stream);
+    case 128: return choose_row<T, 128>(a, dtype, plan, stream);
+    default: fail(kName, ": no kernel for tiles of ", plan.channels, " channels");
+  }
+}
+
+}  // namespace
+
+bool fits_implicit_gemm_sm90_once(const ConvArgs& a, const Sm90OncePlan& plan) {
+  const int bytes = once_store_bytes(plan.channels);
+  const auto aligned = [bytes](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride * 2 % bytes == 0;
+  };
+  const Strides x = strides_of_pixels(a);
+  const bool even = x.h == x.w * a.shape.in_w && x.n == x.h * a.shape.in_h;
+  return aligned(a.y, a.y_stride) && (a.residual == nullptr || aligned(a.residual, a.residual_strides.w)) &&
+         (even || !a.shape.pointwise());
+}
+
+void implicit_gemm_sm90_once(const ConvArgs& args, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kFloat16: return choose<__half>(args, dtype, plan, stream);
+    case DType::kBFloat16: return choose<__nv_bfloat16>(args, dtype, plan, stream);
+    default: fail(kName, ": no kernel for ", name_of(dtype));
+  }
+}
+
+}  // namespace yolo12_fastconv
