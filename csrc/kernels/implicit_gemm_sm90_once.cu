@@ -36,9 +36,16 @@
 namespace yolo12_fastconv {
 namespace {
 
+// What follows the convolution, where it is one of the usual sets of vectors, all of one dtype: then a channel takes a few
+// instructions and one wait for memory.
+enum class Vectors : int { kAny, kBias, kNorm };
+
 struct OnceArgs {
   CUtensorMap x, weight;
   Affine affine;
+  Vectors vectors;
+  DType vector_dtype;
+  float eps;
   Act act;
   int parts, workers, tiles, out_channels;
   int offset_pixels, offset_affine, offset_barriers;
@@ -78,6 +85,15 @@ __device__ __forceinline__ uint32_t sum_of_pairs(uint32_t a, uint32_t b) {
   return a;
 }
 
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 // A filter tap's place: its plane of the window, and the row there that the tile's first pixel meets.
 template <OnceMode kMode>
 constexpr int tap_row(int tap) {
@@ -96,7 +112,7 @@ struct OnceKernel {
   static constexpr int kPlaneBytes = kPixels.rows * kRowBytes, kPartBytes = kPixels.planes * kPlaneBytes;
   static constexpr int kWindow = kMode == OnceMode::kWindow ? 10 : 9;  // pixels a side
   static constexpr int kThreadChannels = kChannels / 4, kWords = kThreadChannels / 2;  // words: of two channels
-  static constexpr int kMaxThreads = once_max_workers(kChannels) * 128 + 32;
+  static constexpr int kMaxThreads = once_max_workers(kChannels) * 128 + 64;
   static_assert(kTapBytes * kGroupTaps % 256 == 0);
 
   // First output pixel of a tile.
@@ -189,47 +205,48 @@ struct OnceKernel {
     } while (++part < args.parts);
   }
 
-  // The thread's values of one pixel.
+  using Results = uint32_t[2][kWords];  // of two pixels
+
   template <bool kSilu>
-  static __device__ __forceinline__ void finish(const float (&sum)[kChannels / 2], const float4* affine, int row,
-                                                uint32_t (&out)[kWords]) {
+  static __device__ __forceinline__ void finish(const float (&sum)[kChannels / 2], const float4 (&affine)[kWords],
+                                                Results& out) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const float4 of = affine[i];
-      float u = fmaf(sum[4 * i + 2 * row], of.x, of.y), v = fmaf(sum[4 * i + 2 * row + 1], of.z, of.w);
-      if constexpr (kSilu) {
-        u = silu_of_half(u);
-        v = silu_of_half(v);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float u = fmaf(sum[4 * i + 2 * h], affine[i].x, affine[i].y);
+        float v = fmaf(sum[4 * i + 2 * h + 1], affine[i].z, affine[i].w);
+        if constexpr (kSilu) {
+          u = silu_of_half(u);
+          v = silu_of_half(v);
+        }
+        out[h][i] = round_pair<T>(u, v);
       }
-      out[i] = round_pair<T>(u, v);
     }
   }
 
   static constexpr int kVector = once_store_bytes(kChannels) / 4;  // words
   using Vector = std::conditional_t<kVector == 4, uint4, uint2>;
 
-  static __device__ __forceinline__ void add_vectors(uint32_t (&out)[kWords], const T* from) {
+  static __device__ __forceinline__ void load_vectors(const T* from, uint32_t (&words)[kWords]) {
 #pragma unroll
     for (int i = 0; i < kWords; i += kVector) {
-      uint32_t words[kVector];
       const Vector bits = *reinterpret_cast<const Vector*>(from + 2 * i);
-      memcpy(words, &bits, sizeof(Vector));
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) out[i + j] = sum_of_pairs<T>(out[i + j], words[j]);
+      memcpy(words + i, &bits, sizeof(Vector));
     }
   }
-  static __device__ __forceinline__ void store_vectors(T* to, const uint32_t (&out)[kWords]) {
+  static __device__ __forceinline__ void store_vectors(T* to, const uint32_t (&words)[kWords]) {
 #pragma unroll
     for (int i = 0; i < kWords; i += kVector) {
       Vector bits;
-      memcpy(&bits, out + i, sizeof(Vector));
+      memcpy(&bits, words + i, sizeof(Vector));
       *reinterpret_cast<Vector*>(to + 2 * i) = bits;
     }
   }
 
   // Four warps of a worker, its tile.
-  static __device__ __forceinline__ void compute(const OnceArgs& args, const char* shared, uint32_t base, int worker,
-                                                 const Position& at, int first_channel, int threads) {
+  static __device__ __forceinline__ void compute(const OnceArgs& args, uint32_t base, int worker, const Position& at,
+                                                 int first_channel, int threads) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int channel = lane % 4 * kThreadChannels;  // of the tile
     int64_t pixel[2];
@@ -246,27 +263,95 @@ struct OnceKernel {
       }
     }
     const uint32_t barriers = base + args.offset_barriers;
+    // Addresses, and the residual, before there is anything to multiply.
+    const int64_t first = first_channel + channel;
+    T* to[2];
+    Results added = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to[h] = static_cast<T*>(args.y) + pixel[h] * args.y_stride + first;
+      asm volatile("" : "+l"(to[h]));
+      if (args.residual != nullptr && exists[h]) {
+        load_vectors(static_cast<const T*>(args.residual) + pixel[h] * args.residual_stride + first, added[h]);
+      }
+    }
     float sum[kChannels / 2] = {};
     multiply(args, sum, base + args.offset_pixels + worker * args.parts * kPartBytes, base,
              barriers + 8 * args.parts * (kGroups + worker), barriers);
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");  // scale and shift are there
+    float4 affine[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) affine[i] = load_shared(base + args.offset_affine + channel * 8 + i * 16);
     wgmma_wait<0>();
-    const auto* affine = reinterpret_cast<const float4*>(shared + args.offset_affine) + channel / 2;
+    Results out;
+    if (args.act == Act::kSilu) {
+      finish<true>(sum, affine, out);
+    } else {
+      finish<false>(sum, affine, out);
+    }
+    if (args.residual != nullptr) {  // as in stock, the activated value is rounded before
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) out[h][i] = sum_of_pairs<T>(out[h][i], added[h][i]);
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint32_t out[kWords];
-      if (args.act == Act::kSilu) {
-        finish<true>(sum, affine, h, out);
-      } else {
-        finish<false>(sum, affine, h, out);
-      }
-      if (exists[h]) {
-        const int64_t first = first_channel + channel;
-        if (args.residual != nullptr) {  // as in stock, the activated value is rounded before
-          add_vectors(out, static_cast<const T*>(args.residual) + pixel[h] * args.residual_stride + first);
+      if (exists[h]) store_vectors(to[h], out[h]);
+    }
+  }
+
+  // Scale and shift of the block's channels, by one warp.
+  static __device__ __forceinline__ void fold_channels(const OnceArgs& args, char* shared, int first_channel, int lane) {
+    auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
+    const bool halved = args.act == Act::kSilu;  // for silu_of_half
+    const float factor = halved ? 0.5f : 1.0f;
+    constexpr int kTogether = ceil_div(kChannels, 32);
+    const int last = first_channel + kChannels - 1;
+    const auto fold_all = [&]<class P>(P) {
+      const auto load = [&](const ChannelVector& v, float (&value)[kTogether]) {
+        P bits[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          bits[i] = static_cast<const P*>(v.data)[min(first_channel + lane + 32 * i, last)];
         }
-        store_vectors(static_cast<T*>(args.y) + pixel[h] * args.y_stride + first, out);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) value[i] = convert<float>(bits[i]);
+      };
+      ScaleShift<float> folded[kTogether];
+      if (args.vectors == Vectors::kBias) {
+        float bias[kTogether];
+        load(args.affine.bias, bias);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) folded[i] = {1.0f, bias[i]};
+      } else {
+        float var[kTogether], gamma[kTogether], mean[kTogether], beta[kTogether];
+        load(args.affine.var, var);
+        load(args.affine.gamma, gamma);
+        load(args.affine.mean, mean);
+        load(args.affine.beta, beta);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float scale = gamma[i] * inverse_root(var[i] + args.eps);
+          folded[i] = {scale, beta[i] - mean[i] * scale};
+        }
       }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int channel = lane + 32 * i;
+        if (channel < kChannels) affine[channel] = {folded[i].scale * factor, folded[i].shift * factor};
+      }
+    };
+    if (args.vectors == Vectors::kAny) {
+#pragma unroll 1
+      for (int channel = lane; channel < kChannels; channel += 32) {
+        affine[channel] = fold_for_epilogue(args.affine, first_channel + channel, args.out_channels, halved);
+      }
+    } else if (args.vector_dtype == DType::kFloat32) {
+      fold_all(0.0f);
+    } else {
+      fold_all(T());
     }
   }
 };
@@ -281,7 +366,7 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const uint32_t leads = lane == 0;
-  const int threads = 128 * args.workers + 32;
+  const int threads = 128 * args.workers + 64;
   let_later_kernels_start();
   int column, channel_tile;
   args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), column, channel_tile);
@@ -295,6 +380,7 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
       const uint32_t filled = barriers + 8 * args.parts * (Kernel::kGroups + worker);
       if (leads) {
         prefetch_tensor_map(&args.x);
+#pragma unroll 1
         for (int i = 0; i < args.parts; ++i) barrier_init(filled + 8 * i, 1);
         barrier_init_fence();
       }
@@ -307,34 +393,26 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
     wait_for_earlier_kernels();
     if (tile < args.tiles) {
-      Kernel::compute(args, shared, base, worker, at, first_channel, threads);
+      Kernel::compute(args, base, worker, at, first_channel, threads);
     } else {
       asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
     }
-  } else {
+  } else if (warp == 4 * args.workers) {
     if (leads) {
       if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
       prefetch_tensor_map(&args.weight);
+#pragma unroll 1
       for (int i = 0; i < args.parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
       barrier_init_fence();
     }
     __syncwarp();
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
     Kernel::load_weights(args, leads, first_channel, base, barriers);
-    auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
-    const bool halved = args.act == Act::kSilu;  // for silu_of_half
-    ChannelBits bits[ceil_div(kChannels, 32)];
-#pragma unroll
-    for (int i = 0; i < ceil_div(kChannels, 32); ++i) {
-      bits[i] = load_for_epilogue(args.affine, first_channel + lane + 32 * i, args.out_channels);
-    }
-#pragma unroll
-    for (int i = 0; i < ceil_div(kChannels, 32); ++i) {
-      const int channel = lane + 32 * i;
-      if (channel < kChannels) {
-        affine[channel] = fold_for_epilogue(args.affine, bits[i], first_channel + channel, args.out_channels, halved);
-      }
-    }
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+  } else {
+    asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
+    wait_for_earlier_kernels();
+    Kernel::fold_channels(args, shared, first_channel, lane);
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
   }
 #endif
@@ -395,6 +473,20 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan)
   return map;
 }
 
+void describe_vectors(OnceArgs& k, const Affine& a, DType dtype) {
+  const auto given = [](const ChannelVector& v) { return v.data != nullptr; };
+  const bool none = !given(a.gamma) && !given(a.beta) && !given(a.mean) && !given(a.var);
+  const bool all = given(a.gamma) && given(a.beta) && given(a.mean) && given(a.var) && a.gamma.dtype == a.var.dtype &&
+                   a.beta.dtype == a.var.dtype && a.mean.dtype == a.var.dtype;
+  k.affine = a;
+  k.eps = static_cast<float>(a.eps);
+  k.vector_dtype = none ? a.bias.dtype : a.var.dtype;
+  const bool fast = k.vector_dtype == dtype || k.vector_dtype == DType::kFloat32;
+  k.vectors = fast && none && given(a.bias) ? Vectors::kBias
+              : fast && all && !given(a.bias) ? Vectors::kNorm
+                                              : Vectors::kAny;
+}
+
 template <class T, int kChannels, int kRowBytes, OnceMode kMode>
 void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
   const ConvShape& s = a.shape;
@@ -403,7 +495,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   OnceArgs k;
   k.x = pixel_map(a, dtype, plan);
   k.weight = weight_map(a, dtype, plan);
-  k.affine = a.affine;
+  describe_vectors(k, a.affine, dtype);
   k.act = a.act;
   k.parts = once_parts(s, plan);
   k.workers = plan.workers;
@@ -426,7 +518,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   k.residual_stride = a.residual_strides.w;
   constexpr auto kKernel = implicit_gemm_sm90_once_kernel<T, kChannels, kRowBytes, kMode>;
   allow_shared_bytes(kKernel, layout.bytes);
-  launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), 128 * plan.workers + 32, layout.bytes,
+  launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), 128 * plan.workers + 64, layout.bytes,
                             stream, k);
 }
 
