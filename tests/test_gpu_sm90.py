@@ -458,7 +458,7 @@ def test_kernels_for_small_grids(cuda, dtype, layout, monkeypatch):
                 if layout == "out":
                     around = torch.full((n, peer.shape[2], peer.shape[3], k + 24), torch.nan, device=cuda, dtype=dtype)
                     out = around[..., 8 : 8 + k].permute(0, 3, 1, 2)
-                    ops.conv_bn_act_out(x, weight, bias, bn, added, *geometry, act=act, out=out)
+                    ops.conv_bn_act_out(x, weight, out, bias, bn, added, *geometry, act=act)
                     if not (around[..., :8].isnan().all() and around[..., 8 + k :].isnan().all()):
                         problems.append(f"{conv}, {name}: writes beside its channels")
                     results.append(out)

@@ -8,9 +8,10 @@
 // of products between two waits is known to the compiler. What is left to a block is: ask, wait, multiply, finish, store.
 //
 // Results go to y from registers. A thread has two neighbouring channels of every eight columns of a tile, which would be
-// stores of four bytes; so the columns are dealt out to the channels in another order: column 8 i + 2 t + e is channel
-// t * kChannels / 4 + 2 i + e. The copy engine does that: the map of the weights has e, t and i as dimensions of their own.
-// Then thread t of four has a quarter of the tile's channels, all adjacent.
+// stores of four bytes; so the columns are dealt out to the channels in another order. Of every 32 columns (16, where 32 do
+// not divide the tile), column 8 i + 2 t + e is channel 8 t + 2 i + e (4 t + 2 i + e), so that thread t of four stores
+// eight (four) adjacent channels, and the four of them 64 (32) bytes. The copy engine does that: the map of the weights has
+// e, t, i and the groups as dimensions of their own.
 //
 // Where the tile's width does not divide the output channels, the last tile begins earlier. Two blocks then store the same
 // values to the channels that they share.
@@ -48,6 +49,7 @@ struct OnceArgs {
   float eps;
   Act act;
   int parts, workers, tiles, out_channels;
+  int tap_channels;  // of the weights, from one tap to the next
   int offset_pixels, offset_affine, offset_barriers;
   int out_h, out_w, pad_h, pad_w;
   int64_t pixels;
@@ -111,8 +113,10 @@ struct OnceKernel {
   static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kRowBytes;
   static constexpr int kPlaneBytes = kPixels.rows * kRowBytes, kPartBytes = kPixels.planes * kPlaneBytes;
   static constexpr int kWindow = kMode == OnceMode::kWindow ? 10 : 9;  // pixels a side
-  static constexpr int kThreadChannels = kChannels / 4, kWords = kThreadChannels / 2;  // words: of two channels
-  static constexpr int kMaxThreads = once_max_workers(kChannels) * 128 + 64;
+  static constexpr int kWords = kChannels / 8;  // of two channels, that a thread has of a pixel
+  static constexpr int kStoreChannels = once_store_channels(kChannels);  // of four threads at once
+  static constexpr int kBoxTaps = kChannels == kStoreChannels ? kGroupTaps : 1;  // of a copy of weights
+  static constexpr int kMaxThreads = once_threads(once_max_workers(kChannels));
   static_assert(kTapBytes * kGroupTaps % 256 == 0);
 
   // First output pixel of a tile.
@@ -133,15 +137,27 @@ struct OnceKernel {
     return at;
   }
 
-  // A whole warp: asks for the pixels of a worker's tile, a barrier for each part of the channels.
-  static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at,
+  // Copies are started by as many warps as there are: from one to the next a warp takes some 200 cycles, whatever its bytes.
+  // Each sets up the barriers that its own copies count on, so that it need not wait for the block.
+
+  static __device__ __forceinline__ void set_up(uint32_t leads, uint32_t barrier, int step, int count) {
+    if (leads) {
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) barrier_init(barrier + 8 * step * i, 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
+  }
+
+  // Asks for the pixels of a worker's tile: parts first, first + 4, ...
+  static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at, int first,
                                                    uint32_t to, uint32_t barrier) {
     constexpr int kStride = kMode == OnceMode::kStrided ? 2 : 1;
     const int left = at.q * kStride - args.pad_w, top = at.p * kStride - args.pad_h;
-    wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier);
-    int channel = 0;
+    int channel = first * (kRowBytes / 2);
+    wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier ^ channel);
 #pragma unroll 1
-    for (int part = 0; part < args.parts; ++part) {
+    for (int part = first; part < args.parts; part += 4) {
       barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kRowBytes);
       if constexpr (kMode == OnceMode::kRows) {
         load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
@@ -151,27 +167,39 @@ struct OnceKernel {
           load_box(leads, to + plane * kPlaneBytes, &args.x, barrier, channel, left + plane % 2, top + plane / 2, at.n);
         }
       }
-      channel += kRowBytes / 2;
-      to += kPartBytes;
-      barrier += 8;
+      channel += 4 * (kRowBytes / 2);
+      to += 4 * kPartBytes;
+      barrier += 4 * 8;
     }
   }
 
-  static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int first_channel,
+  // Asks for weights, by warp `warp` of kLoaders: a row of the filter in all parts, or every third part.
+  static constexpr int kLoaders = 3, kLoaderParts = kGroups == kLoaders ? 1 : kLoaders;  // from one of its parts to the next
+  static_assert(kGroups == 1 || kGroups == kLoaders);
+
+  static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int warp, int first_channel,
                                                       uint32_t to, uint32_t barrier) {
-    const int first_pair = first_channel / 2;
-    wait_for_earlier_kernels(first_pair ^ to ^ barrier);
-    int channel = 0;
+    const int first_pair = first_channel / 2, first_tap = kGroups == 1 ? 0 : warp * kGroupTaps;
+    const int first = kGroups == 1 ? warp : 0;
+    int channel = first * (kRowBytes / 2);
+    if constexpr (kBoxTaps < kGroupTaps || kGroups == 1) channel += first_tap * args.tap_channels;
+    wait_for_earlier_kernels(first_pair ^ to ^ barrier ^ channel);
 #pragma unroll 1
-    for (int part = 0; part < args.parts; ++part) {
+    for (int part = first; part < args.parts; part += kLoaderParts) {
+      barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
+      if constexpr (kBoxTaps == kGroupTaps) {
+        load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair,
+                    kChannels == kStoreChannels ? first_tap : 0);
+      } else {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
-        load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair, group * kGroupTaps);
-        to += kGroupTaps * kTapBytes;
-        barrier += 8;
+        for (int i = 0; i < kGroupTaps; ++i) {
+          load_box_5d(leads, to + i * kTapBytes, &args.weight, barrier, channel + i * args.tap_channels, 0, 0,
+                      first_pair, 0);
+        }
       }
-      channel += kRowBytes / 2;
+      channel += kLoaderParts * (kRowBytes / 2);
+      to += kLoaderParts * kTaps * kTapBytes;
+      barrier += kLoaderParts * kGroups * 8;
     }
   }
 
@@ -225,13 +253,13 @@ struct OnceKernel {
     }
   }
 
-  static constexpr int kVector = once_store_bytes(kChannels) / 4;  // words
+  static constexpr int kVector = once_store_bytes(kChannels) / 4;  // words; the next ones are kStoreChannels further on
   using Vector = std::conditional_t<kVector == 4, uint4, uint2>;
 
   static __device__ __forceinline__ void load_vectors(const T* from, uint32_t (&words)[kWords]) {
 #pragma unroll
     for (int i = 0; i < kWords; i += kVector) {
-      const Vector bits = *reinterpret_cast<const Vector*>(from + 2 * i);
+      const Vector bits = *reinterpret_cast<const Vector*>(from + i / kVector * kStoreChannels);
       memcpy(words + i, &bits, sizeof(Vector));
     }
   }
@@ -240,15 +268,15 @@ struct OnceKernel {
     for (int i = 0; i < kWords; i += kVector) {
       Vector bits;
       memcpy(&bits, words + i, sizeof(Vector));
-      *reinterpret_cast<Vector*>(to + 2 * i) = bits;
+      *reinterpret_cast<Vector*>(to + i / kVector * kStoreChannels) = bits;
     }
   }
 
   // Four warps of a worker, its tile.
   static __device__ __forceinline__ void compute(const OnceArgs& args, uint32_t base, int worker, const Position& at,
-                                                 int first_channel, int threads) {
+                                                 int first_channel) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int channel = lane % 4 * kThreadChannels;  // of the tile
+    const int channel = lane % 4 * (2 * kVector);  // of the tile, and of each kStoreChannels
     int64_t pixel[2];
     bool exists[2];
 #pragma unroll
@@ -278,10 +306,13 @@ struct OnceKernel {
     float sum[kChannels / 2] = {};
     multiply(args, sum, base + args.offset_pixels + worker * args.parts * kPartBytes, base,
              barriers + 8 * args.parts * (kGroups + worker), barriers);
-    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");  // scale and shift are there
+    asm volatile("bar.sync 1, %0;" ::"r"(128 * args.workers + 32) : "memory");  // scale and shift are there
     float4 affine[kWords];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) affine[i] = load_shared(base + args.offset_affine + channel * 8 + i * 16);
+    for (int i = 0; i < kWords; ++i) {
+      const int first_of_word = i / kVector * kStoreChannels + i % kVector * 2;
+      affine[i] = load_shared(base + args.offset_affine + (channel + first_of_word) * 8);
+    }
     wgmma_wait<0>();
     Results out;
     if (args.act == Act::kSilu) {
@@ -366,54 +397,44 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const uint32_t leads = lane == 0;
-  const int threads = 128 * args.workers + 64;
   let_later_kernels_start();
   int column, channel_tile;
   args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), column, channel_tile);
   const int first_channel = min(channel_tile * kChannels, args.out_channels - kChannels);
-  const uint32_t barriers = base + args.offset_barriers;
+  const uint32_t barriers = base + args.offset_barriers;  // of the weights, then of each worker's pixels
+  const int threads = once_threads(args.workers), own = warp % 4;
   if (warp < 4 * args.workers) {
     const int worker = warp / 4, tile = column * args.workers + worker;
     const typename Kernel::Position at = Kernel::position_of(args, tile);
-    if (warp % 4 == 0) {
-      // Its barriers, then its copies: by the warp that starts them, so that they need not wait for the block.
-      const uint32_t filled = barriers + 8 * args.parts * (Kernel::kGroups + worker);
-      if (leads) {
-        prefetch_tensor_map(&args.x);
-#pragma unroll 1
-        for (int i = 0; i < args.parts; ++i) barrier_init(filled + 8 * i, 1);
-        barrier_init_fence();
-      }
-      __syncwarp();
-      if (tile < args.tiles) {
-        Kernel::load_tile(args, leads, at,
-                          base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes, filled);
-      }
+    const uint32_t filled = barriers + 8 * (args.parts * (Kernel::kGroups + worker) + own);
+    if (own == 0 && leads) prefetch_tensor_map(&args.x);
+    Kernel::set_up(leads, filled, 4, (args.parts - own + 3) / 4);
+    if (tile < args.tiles) {
+      Kernel::load_tile(args, leads, at, own,
+                        base + args.offset_pixels + (worker * args.parts + own) * Kernel::kPartBytes, filled);
     }
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
     wait_for_earlier_kernels();
     if (tile < args.tiles) {
-      Kernel::compute(args, base, worker, at, first_channel, threads);
+      Kernel::compute(args, base, worker, at, first_channel);
     } else {
-      asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+      asm volatile("bar.arrive 1, %0;" ::"r"(threads - 96) : "memory");
     }
-  } else if (warp == 4 * args.workers) {
-    if (leads) {
-      if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
-      prefetch_tensor_map(&args.weight);
-#pragma unroll 1
-      for (int i = 0; i < args.parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
-      barrier_init_fence();
-    }
-    __syncwarp();
+  } else if (own < Kernel::kLoaders) {
+    if (own == 0 && leads) prefetch_tensor_map(&args.weight);
+    // Its first barrier and place, and how many.
+    constexpr bool kRow = Kernel::kGroups > 1;
+    const int count = kRow ? args.parts : (args.parts - own + Kernel::kLoaders - 1) / Kernel::kLoaders;
+    Kernel::set_up(leads, barriers + 8 * own, Kernel::kLoaders, count);
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
-    Kernel::load_weights(args, leads, first_channel, base, barriers);
-    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    Kernel::load_weights(args, leads, own, first_channel, base + own * Kernel::kGroupTaps * Kernel::kTapBytes,
+                         barriers + 8 * own);
   } else {
+    if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
     wait_for_earlier_kernels();
     Kernel::fold_channels(args, shared, first_channel, lane);
-    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads - 96) : "memory");
   }
 #endif
 }
@@ -453,17 +474,21 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) 
                     plan.row_bytes);
 }
 
-// (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, tap): see the top.
+// (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, group): see the top. In a tile of one group, taps take the
+// groups' place; else a row is all taps, one behind the other.
 CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeTiled");
   const ConvShape& s = a.shape;
-  const auto taps = static_cast<cuuint64_t>(s.kernel_h * s.kernel_w);
+  const int taps = s.kernel_h * s.kernel_w, group = once_store_channels(plan.channels);
+  const bool single = plan.channels == group;
+  const auto c = static_cast<cuuint64_t>(s.in_channels), pairs = static_cast<cuuint64_t>(s.out_channels / 2);
   const cuuint64_t tap = cuuint64_t(round_up(s.in_channels, 8)) * 2, filter = tap * taps;
-  const cuuint64_t size[5] = {static_cast<cuuint64_t>(s.in_channels), 2, 4, cuuint64_t(s.out_channels / 2), taps};
-  const cuuint64_t stride[4] = {filter, filter * (plan.channels / 4), filter * 2, tap};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, cuuint32_t(plan.channels / 8),
-                             cuuint32_t(taps == 1 ? 1 : 3)};
+  const cuuint64_t fifth = single ? taps : plan.channels / group;
+  const cuuint64_t size[5] = {single || taps == 1 ? c : filter / 2, 2, 4, pairs, fifth};
+  const cuuint64_t stride[4] = {filter, filter * (group / 4), filter * 2, single ? tap : filter * group};
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
+                             static_cast<cuuint32_t>(!single ? plan.channels / group : taps == 1 ? 1 : 3)};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = encode(&map, map_type(dtype), 5, const_cast<void*>(a.weight), size, stride, box, step,
@@ -501,6 +526,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   k.workers = plan.workers;
   k.tiles = static_cast<int>(once_tiles(s));
   k.out_channels = s.out_channels;
+  k.tap_channels = round_up(s.in_channels, 8);
   k.offset_pixels = layout.pixels;
   k.offset_affine = layout.affine;
   k.offset_barriers = layout.barriers;
@@ -518,7 +544,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   k.residual_stride = a.residual_strides.w;
   constexpr auto kKernel = implicit_gemm_sm90_once_kernel<T, kChannels, kRowBytes, kMode>;
   allow_shared_bytes(kKernel, layout.bytes);
-  launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), 128 * plan.workers + 64, layout.bytes,
+  launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), once_threads(plan.workers), layout.bytes,
                             stream, k);
 }
 
