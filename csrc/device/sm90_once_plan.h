@@ -26,9 +26,9 @@ constexpr int kOnceChannels[] = {16, 32, 48, 64, 96, 128};
 constexpr int kOnceMaxParts = 16;
 
 // What fits the registers of a multiprocessor.
-constexpr int once_max_workers(int channels) { return channels <= 48 ? 4 : channels <= 96 ? 3 : 2; }
-// Beside the workers' warps, one that folds batch norm and three that copy weights.
-constexpr int once_threads(int workers) { return 128 * (workers + 1); }
+constexpr int once_max_workers(int channels) { return channels <= 64 ? 4 : channels <= 96 ? 3 : 2; }
+// Beside the workers' warps, of which one copies the pixels, one that copies weights and one that folds batch norm.
+constexpr int once_threads(int workers) { return 128 * workers + 64; }
 // Channels that four threads store at once, and bytes of each: neighbours, so that no sector of memory is written in parts.
 // With all channels of a thread adjacent, tiles of 48, 64, 96 and 128 channels took up to 1 us longer.
 constexpr int once_store_channels(int channels) { return channels % 32 == 0 ? 32 : 16; }
@@ -83,7 +83,6 @@ inline OnceLayout once_layout(const ConvShape& s, const Sm90OncePlan& p) {
 // All plans for the convolution in half and bfloat16; none where this kernel can't run it, or where its blocks would not all
 // run at once. Which is best is up to device/tile_costs.h.
 std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& shape);
-double sm90_once_cycles(const ConvShape& shape, const Sm90OncePlan& plan);
 std::string sm90_once_name(const ConvShape& shape, const Sm90OncePlan& plan);
 
 }  // namespace yolo12_fastconv

@@ -37,24 +37,6 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
   return plans;
 }
 
-// Cycles as in device/tile_costs.h: from the end of the kernel before to that of this one.
-double sm90_once_cycles(const ConvShape& s, const Sm90OncePlan& p) {
-  constexpr double kSetUp = 2100;  // launch, first copy, its latency
-  constexpr double kCopied = 50;  // bytes from L2
-  constexpr double kCopies = 25;  // from one copy of a warp to the next
-  constexpr double kFinish = 650, kChannel = 5;  // after the products
-  const OnceMode mode = once_mode(s);
-  const OncePixels pixels = once_pixels(mode);
-  const int parts = once_parts(s, p), taps = once_taps(mode);
-  const double weights = double(parts) * taps * p.channels * p.row_bytes;
-  const double bytes = weights + double(p.workers) * parts * pixels.planes * pixels.pixels * p.row_bytes;
-  const double products = double(p.workers) * parts * taps * (p.row_bytes / 32) *
-                          std::max(p.channels / 2.0, 20 + p.channels / 4.0);
-  const double copies = kCopies * parts * std::max(pixels.planes, once_groups(mode));
-  const double longest = std::max({bytes / kCopied, products, copies});
-  return kSetUp + longest + 0.3 * (bytes / kCopied + products - longest) + kFinish + kChannel * p.channels;
-}
-
 std::string sm90_once_name(const ConvShape& s, const Sm90OncePlan& p) {
   const char* mode[] = {"rows", "window", "strided"};
   return "implicit_gemm/sm90/" + std::to_string(64 * p.workers) + "x" + std::to_string(p.channels) + "x" +

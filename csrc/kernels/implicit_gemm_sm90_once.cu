@@ -137,27 +137,15 @@ struct OnceKernel {
     return at;
   }
 
-  // Copies are started by as many warps as there are: from one to the next a warp takes some 200 cycles, whatever its bytes.
-  // Each sets up the barriers that its own copies count on, so that it need not wait for the block.
-
-  static __device__ __forceinline__ void set_up(uint32_t leads, uint32_t barrier, int step, int count) {
-    if (leads) {
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) barrier_init(barrier + 8 * step * i, 1);
-      barrier_init_fence();
-    }
-    __syncwarp();
-  }
-
-  // Asks for the pixels of a worker's tile: parts first, first + 4, ...
-  static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at, int first,
+  // A whole warp: asks for the pixels of a worker's tile, a barrier for each part of the channels.
+  static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at,
                                                    uint32_t to, uint32_t barrier) {
     constexpr int kStride = kMode == OnceMode::kStrided ? 2 : 1;
     const int left = at.q * kStride - args.pad_w, top = at.p * kStride - args.pad_h;
-    int channel = first * (kRowBytes / 2);
-    wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier ^ channel);
+    wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier);
+    int channel = 0;
 #pragma unroll 1
-    for (int part = first; part < args.parts; part += 4) {
+    for (int part = 0; part < args.parts; ++part) {
       barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kRowBytes);
       if constexpr (kMode == OnceMode::kRows) {
         load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
@@ -167,39 +155,35 @@ struct OnceKernel {
           load_box(leads, to + plane * kPlaneBytes, &args.x, barrier, channel, left + plane % 2, top + plane / 2, at.n);
         }
       }
-      channel += 4 * (kRowBytes / 2);
-      to += 4 * kPartBytes;
-      barrier += 4 * 8;
+      channel += kRowBytes / 2;
+      to += kPartBytes;
+      barrier += 8;
     }
   }
 
-  // Asks for weights, by warp `warp` of kLoaders: a row of the filter in all parts, or every third part.
-  static constexpr int kLoaders = 3, kLoaderParts = kGroups == kLoaders ? 1 : kLoaders;  // from one of its parts to the next
-  static_assert(kGroups == 1 || kGroups == kLoaders);
-
-  static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int warp, int first_channel,
+  static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int first_channel,
                                                       uint32_t to, uint32_t barrier) {
-    const int first_pair = first_channel / 2, first_tap = kGroups == 1 ? 0 : warp * kGroupTaps;
-    const int first = kGroups == 1 ? warp : 0;
-    int channel = first * (kRowBytes / 2);
-    if constexpr (kBoxTaps < kGroupTaps || kGroups == 1) channel += first_tap * args.tap_channels;
-    wait_for_earlier_kernels(first_pair ^ to ^ barrier ^ channel);
+    const int first_pair = first_channel / 2;
+    wait_for_earlier_kernels(first_pair ^ to ^ barrier);
+    int channel = 0;
 #pragma unroll 1
-    for (int part = first; part < args.parts; part += kLoaderParts) {
-      barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
-      if constexpr (kBoxTaps == kGroupTaps) {
-        load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair,
-                    kChannels == kStoreChannels ? first_tap : 0);
-      } else {
+    for (int part = 0; part < args.parts; ++part) {
 #pragma unroll
-        for (int i = 0; i < kGroupTaps; ++i) {
-          load_box_5d(leads, to + i * kTapBytes, &args.weight, barrier, channel + i * args.tap_channels, 0, 0,
-                      first_pair, 0);
+      for (int group = 0; group < kGroups; ++group) {
+        barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
+#pragma unroll
+        for (int i = 0; i < kGroupTaps; i += kBoxTaps) {
+          if constexpr (kChannels == kStoreChannels) {
+            load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair, group * kGroupTaps);
+          } else {
+            load_box_5d(leads, to, &args.weight, barrier, channel + (group * kGroupTaps + i) * args.tap_channels, 0, 0,
+                        first_pair, 0);
+          }
+          to += kBoxTaps * kTapBytes;
         }
+        barrier += 8;
       }
-      channel += kLoaderParts * (kRowBytes / 2);
-      to += kLoaderParts * kTaps * kTapBytes;
-      barrier += kLoaderParts * kGroups * 8;
+      channel += kRowBytes / 2;
     }
   }
 
@@ -274,7 +258,7 @@ struct OnceKernel {
 
   // Four warps of a worker, its tile.
   static __device__ __forceinline__ void compute(const OnceArgs& args, uint32_t base, int worker, const Position& at,
-                                                 int first_channel) {
+                                                 int first_channel, int threads) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int channel = lane % 4 * (2 * kVector);  // of the tile, and of each kStoreChannels
     int64_t pixel[2];
@@ -306,7 +290,7 @@ struct OnceKernel {
     float sum[kChannels / 2] = {};
     multiply(args, sum, base + args.offset_pixels + worker * args.parts * kPartBytes, base,
              barriers + 8 * args.parts * (kGroups + worker), barriers);
-    asm volatile("bar.sync 1, %0;" ::"r"(128 * args.workers + 32) : "memory");  // scale and shift are there
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");  // scale and shift are there
     float4 affine[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -397,44 +381,54 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const uint32_t leads = lane == 0;
+  const int threads = once_threads(args.workers);
   let_later_kernels_start();
   int column, channel_tile;
   args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), column, channel_tile);
   const int first_channel = min(channel_tile * kChannels, args.out_channels - kChannels);
-  const uint32_t barriers = base + args.offset_barriers;  // of the weights, then of each worker's pixels
-  const int threads = once_threads(args.workers), own = warp % 4;
+  const uint32_t barriers = base + args.offset_barriers;
   if (warp < 4 * args.workers) {
     const int worker = warp / 4, tile = column * args.workers + worker;
     const typename Kernel::Position at = Kernel::position_of(args, tile);
-    const uint32_t filled = barriers + 8 * (args.parts * (Kernel::kGroups + worker) + own);
-    if (own == 0 && leads) prefetch_tensor_map(&args.x);
-    Kernel::set_up(leads, filled, 4, (args.parts - own + 3) / 4);
-    if (tile < args.tiles) {
-      Kernel::load_tile(args, leads, at, own,
-                        base + args.offset_pixels + (worker * args.parts + own) * Kernel::kPartBytes, filled);
+    if (warp % 4 == 0) {
+      // Its barriers, then its copies: by the warp that starts them, so that they need not wait for the block.
+      const uint32_t filled = barriers + 8 * args.parts * (Kernel::kGroups + worker);
+      if (leads) {
+        prefetch_tensor_map(&args.x);
+#pragma unroll 1
+        for (int i = 0; i < args.parts; ++i) barrier_init(filled + 8 * i, 1);
+        barrier_init_fence();
+      }
+      __syncwarp();
+      if (tile < args.tiles) {
+        Kernel::load_tile(args, leads, at,
+                          base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes, filled);
+      }
     }
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
     wait_for_earlier_kernels();
     if (tile < args.tiles) {
-      Kernel::compute(args, base, worker, at, first_channel);
+      Kernel::compute(args, base, worker, at, first_channel, threads);
     } else {
-      asm volatile("bar.arrive 1, %0;" ::"r"(threads - 96) : "memory");
+      asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
     }
-  } else if (own < Kernel::kLoaders) {
-    if (own == 0 && leads) prefetch_tensor_map(&args.weight);
-    // Its first barrier and place, and how many.
-    constexpr bool kRow = Kernel::kGroups > 1;
-    const int count = kRow ? args.parts : (args.parts - own + Kernel::kLoaders - 1) / Kernel::kLoaders;
-    Kernel::set_up(leads, barriers + 8 * own, Kernel::kLoaders, count);
+  } else if (warp == 4 * args.workers) {
+    if (leads) {
+      if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
+      prefetch_tensor_map(&args.weight);
+#pragma unroll 1
+      for (int i = 0; i < args.parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
-    Kernel::load_weights(args, leads, own, first_channel, base + own * Kernel::kGroupTaps * Kernel::kTapBytes,
-                         barriers + 8 * own);
+    Kernel::load_weights(args, leads, first_channel, base, barriers);
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
   } else {
-    if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
     wait_for_earlier_kernels();
     Kernel::fold_channels(args, shared, first_channel, lane);
-    asm volatile("bar.arrive 1, %0;" ::"r"(threads - 96) : "memory");
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
   }
 #endif
 }
