@@ -385,14 +385,18 @@ SMALL = [
 ]
 
 
-def affine_of(kind: int, channels: int, dtype: torch.dtype, device) -> tuple[Tensor | None, ops.BatchNormState | None]:
+def affine_of(
+    kind: int, channels: int, dtype: torch.dtype, device
+) -> tuple[Tensor | None, ops.BatchNormState | None]:
     """Bias and batch norm, each way that a block may have them."""
 
     def vector(to: torch.dtype) -> Tensor:
         return torch.randn(channels, device=device).to(to)
 
     def norm(first: torch.dtype, second: torch.dtype) -> ops.BatchNormState:
-        return ops.BatchNormState(vector(first), vector(second), vector(second), vector(second).abs() + 0.5, 1e-3)
+        return ops.BatchNormState(
+            vector(first), vector(second), vector(second), vector(second).abs() + 0.5, 1e-3
+        )
 
     match kind % 6:
         case 0:
@@ -439,7 +443,8 @@ def test_kernels_for_small_grids(cuda, dtype, layout, monkeypatch):
                 y = y + bias.to(wide).view(1, -1, 1, 1)
             if bn is not None:
                 gamma, beta, mean, var = (
-                    value.to(wide).view(1, -1, 1, 1) for value in (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+                    value.to(wide).view(1, -1, 1, 1)
+                    for value in (bn.weight, bn.bias, bn.running_mean, bn.running_var)
                 )
                 y = (y - mean) / (var + bn.eps).sqrt() * gamma + beta
             return (functional.silu(y) if act == "silu" else y).to(to)
@@ -456,7 +461,9 @@ def test_kernels_for_small_grids(cuda, dtype, layout, monkeypatch):
             results = []
             for _ in range(2):
                 if layout == "out":
-                    around = torch.full((n, peer.shape[2], peer.shape[3], k + 24), torch.nan, device=cuda, dtype=dtype)
+                    around = torch.full(
+                        (n, peer.shape[2], peer.shape[3], k + 24), torch.nan, device=cuda, dtype=dtype
+                    )
                     out = around[..., 8 : 8 + k].permute(0, 3, 1, 2)
                     ops.conv_bn_act_out(x, weight, out, bias, bn, added, *geometry, act=act)
                     if not (around[..., :8].isnan().all() and around[..., 8 + k :].isnan().all()):

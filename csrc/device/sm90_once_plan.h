@@ -45,8 +45,9 @@ struct OncePixels {
   int planes, pixels, rows;
 };
 constexpr OncePixels once_pixels(OnceMode mode) {
-  return mode == OnceMode::kRows ? OncePixels{1, 64, 64} : mode == OnceMode::kWindow ? OncePixels{1, 100, 104}
-                                                                                     : OncePixels{4, 81, 88};
+  return mode == OnceMode::kRows     ? OncePixels{1, 64, 64}
+         : mode == OnceMode::kWindow ? OncePixels{1, 100, 104}
+                                     : OncePixels{4, 81, 88};
 }
 constexpr int once_taps(OnceMode mode) { return mode == OnceMode::kRows ? 1 : 9; }
 // Copies of a part's weights: a row of the filter each.

@@ -22,7 +22,8 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
   // Copied tap by tap, weights behind the last channel are those of the next tap, or anything.
   const bool whole = s.pointwise() || s.in_channels * 2 % plan.row_bytes == 0;
   for (const int channels : kOnceChannels) {
-    if (channels > s.out_channels || (!whole && channels > once_store_channels(channels)) || s.out_channels * 2 % once_store_bytes(channels) != 0 ||
+    if (channels > s.out_channels || (!whole && channels > once_store_channels(channels)) ||
+        s.out_channels * 2 % once_store_bytes(channels) != 0 ||
         !once_has_kernel(channels, plan.row_bytes, once_mode(s))) {
       continue;
     }

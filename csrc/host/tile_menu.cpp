@@ -172,10 +172,9 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
       weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
     }
     if (half && !weighed.empty()) {
-      const Sm90Plan otherwise =
-          std::min_element(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) {
-            return a.first < b.first;
-          })->second.sm90;
+      const Sm90Plan otherwise = std::min_element(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) {
+                                   return a.first < b.first;
+                                 })->second.sm90;
       for (const Sm90OncePlan& plan : sm90_once_plans(s)) {
         weighed.push_back({sm90_once_cycles(s, plan), {Family::kImplicitGemmSm90, {}, otherwise, {}, plan}});
       }

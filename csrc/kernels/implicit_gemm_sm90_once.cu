@@ -318,7 +318,8 @@ struct OnceKernel {
   }
 
   // Scale and shift of the block's channels, by one warp.
-  static __device__ __forceinline__ void fold_channels(const OnceArgs& args, char* shared, int first_channel, int lane) {
+  static __device__ __forceinline__ void fold_channels(const OnceArgs& args, char* shared, int first_channel,
+                                                       int lane) {
     auto* affine = reinterpret_cast<ScaleShift<float>*>(shared + args.offset_affine);
     const bool halved = args.act == Act::kSilu;  // for silu_of_half
     const float factor = halved ? 0.5f : 1.0f;
@@ -401,8 +402,8 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
       }
       __syncwarp();
       if (tile < args.tiles) {
-        Kernel::load_tile(args, leads, at,
-                          base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes, filled);
+        Kernel::load_tile(args, leads, at, base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes,
+                          filled);
       }
     }
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
@@ -456,16 +457,16 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) 
   if (s.pointwise()) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
     const cuuint64_t all = bytes(x.w) * pixels;
-    return tensor_map(kName, "x", map_type(dtype), a.x, {c, pixels, 1, 1}, {bytes(x.w), all, all},
-                      {channels, 64, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
+    return tensor_map(kName, "x", map_type(dtype), a.x, {c, pixels, 1, 1}, {bytes(x.w), all, all}, {channels, 64, 1, 1},
+                      {1, 1, 1, 1}, plan.row_bytes);
   }
   const auto step = static_cast<cuuint32_t>(s.stride_h);
   const cuuint32_t side = step == 1 ? 10 : 9;  // a box is counted in elements before striding
-  return tensor_map(kName, "x", map_type(dtype), a.x,
-                    {c, static_cast<cuuint64_t>(s.in_w), static_cast<cuuint64_t>(s.in_h),
-                     static_cast<cuuint64_t>(s.batch)},
-                    {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1},
-                    plan.row_bytes);
+  return tensor_map(
+      kName, "x", map_type(dtype), a.x,
+      {c, static_cast<cuuint64_t>(s.in_w), static_cast<cuuint64_t>(s.in_h), static_cast<cuuint64_t>(s.batch)},
+      {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1},
+      plan.row_bytes);
 }
 
 // (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, group): see the top. In a tile of one group, taps take the
@@ -482,7 +483,9 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan)
   const cuuint64_t size[5] = {single || taps == 1 ? c : filter / 2, 2, 4, pairs, fifth};
   const cuuint64_t stride[4] = {filter, filter * (group / 4), filter * 2, single ? tap : filter * group};
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
-                             static_cast<cuuint32_t>(!single ? plan.channels / group : taps == 1 ? 1 : 3)};
+                             static_cast<cuuint32_t>(!single     ? plan.channels / group
+                                                     : taps == 1 ? 1
+                                                                 : 3)};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = encode(&map, map_type(dtype), 5, const_cast<void*>(a.weight), size, stride, box, step,
@@ -501,7 +504,7 @@ void describe_vectors(OnceArgs& k, const Affine& a, DType dtype) {
   k.eps = static_cast<float>(a.eps);
   k.vector_dtype = none ? a.bias.dtype : a.var.dtype;
   const bool fast = k.vector_dtype == dtype || k.vector_dtype == DType::kFloat32;
-  k.vectors = fast && none && given(a.bias) ? Vectors::kBias
+  k.vectors = fast && none && given(a.bias)   ? Vectors::kBias
               : fast && all && !given(a.bias) ? Vectors::kNorm
                                               : Vectors::kAny;
 }

@@ -491,8 +491,7 @@ void choose(const ConvArgs& a, const StemArgs& s, DType x_dtype, cudaStream_t st
     constexpr int kFragments = decltype(few_channels)::value ? 2 : 4;
     with_bool(kind == Kind::kPlanar, [&](auto planar) {
       // Two blocks for each multiprocessor at most: as many more share the work of their warps.
-      const int64_t blocks =
-          int64_t(s.out_h) * s.out_w * a.shape.batch / (4 * kTilePixels * kWarps);
+      const int64_t blocks = int64_t(s.out_h) * s.out_w * a.shape.batch / (4 * kTilePixels * kWarps);
       if (blocks <= 2 * multiprocessor_count()) {
         launch<StemConfig<T, In, 3, kFragments, planar(), 2>>(a, s, stream);
       } else {
