@@ -10,7 +10,7 @@ using namespace yolo12_fastconv;
 struct Query {
   ConvShape shape;
   int element;  // bytes of x, weights and y
-  int tile;  // of kGemmTiles; -1: a plan of the sm90 kernel
+  int tile;  // of kGemmTiles; -1: a plan of the sm90 kernel, -2: of that for small grids
   int pixels, channels, depth, mode, resident, split, pixel_stages, weight_stages;  // as in its name
 };
 
@@ -24,6 +24,10 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
     const Query& q = queries[i];
     if (q.tile >= 0) {
       cycles[i] = gemm_cycles(q.shape, q.element == 4 ? DType::kFloat32 : DType::kFloat16, kGemmTiles[q.tile], given);
+      continue;
+    }
+    if (q.tile == -2) {
+      cycles[i] = sm90_once_cycles(q.shape, {q.channels, q.pixels / 64, q.depth * 2}, given);
       continue;
     }
     Sm90Plan plan;

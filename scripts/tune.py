@@ -239,6 +239,7 @@ class _Query(ctypes.Structure):
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
 _SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:split(\d)-)?(\d+)\+(\d+)")
+_ONCE = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-\w+-once")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
 
@@ -274,6 +275,8 @@ class Model:
         shape = (batch, ci, h, w, co, out_h, out_w, k, k, s, s, p, p, 1, 1, 1, self.element)
         if found := _SM80.fullmatch(kernel):
             return _Query(*shape, self._tiles[_tile_key(found)])
+        if found := _ONCE.fullmatch(kernel):
+            return _Query(*shape, -2, *map(int, found.groups()))
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")

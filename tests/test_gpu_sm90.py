@@ -402,3 +402,120 @@ def test_weights_whose_padding_holds_anything(cuda, dtype, target, monkeypatch):
             ops.conv_bn_act(x, padded, None, None, None, *geometry),
             ops.conv_bn_act(x, weight, None, None, None, *geometry),
         )
+
+
+# The kernel for small grids: each mode, parts of the channels that are not full, tiles that do not divide the channels.
+SMALL = [
+    Conv((1, 64, 40, 40), 128, 1, 1, 0, 1),
+    Conv((2, 96, 20, 23), 96, 1, 1, 0, 1),
+    Conv((1, 460, 20, 20), 384, 1, 1, 0, 1),
+    Conv((1, 307, 20, 20), 256, 1, 1, 0, 1),
+    Conv((1, 384, 20, 20), 460, 1, 1, 0, 1),
+    Conv((1, 768, 9, 11), 256, 1, 1, 0, 1),
+    Conv((1, 256, 40, 40), 256, 1, 1, 0, 1),
+    Conv((1, 64, 40, 40), 64, 3, 1, 1, 1),
+    Conv((1, 16, 33, 24), 16, 3, 1, 1, 1),
+    Conv((2, 96, 20, 20), 96, 3, 1, 1, 1),
+    Conv((1, 192, 20, 20), 192, 3, 1, 1, 1),
+    Conv((2, 40, 13, 17), 56, 3, 1, 2, 1),
+    Conv((3, 24, 7, 5), 16, 3, 1, 0, 1),
+    Conv((1, 64, 33, 31), 64, 3, 2, 1, 1),
+    Conv((1, 128, 20, 20), 128, 3, 2, 1, 1),
+    Conv((1, 16, 30, 41), 32, 3, 2, 1, 1),
+    Conv((2, 36, 19, 22), 52, 3, 2, 0, 1),
+]
+
+
+def affine_of(
+    kind: int, channels: int, dtype: torch.dtype, device
+) -> tuple[Tensor | None, ops.BatchNormState | None]:
+    """Bias and batch norm, each way that a block may have them."""
+
+    def vector(to: torch.dtype) -> Tensor:
+        return torch.randn(channels, device=device).to(to)
+
+    def norm(first: torch.dtype, second: torch.dtype) -> ops.BatchNormState:
+        return ops.BatchNormState(
+            vector(first), vector(second), vector(second), vector(second).abs() + 0.5, 1e-3
+        )
+
+    match kind % 6:
+        case 0:
+            return None, norm(dtype, dtype)
+        case 1:
+            return vector(dtype), None
+        case 2:
+            return None, norm(torch.float32, torch.float32)
+        case 3:
+            return vector(torch.float32), None
+        case 4:
+            return vector(dtype), norm(dtype, torch.float32)
+        case _:
+            return None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "slice", "out"])
+def test_kernels_for_small_grids(cuda, dtype, layout, monkeypatch):
+    """Each of them, whether or not the menu would choose it."""
+    problems = []
+    ran = 0
+    for index, conv in enumerate(SMALL):
+        (n, c, h, w), k, kernel, *numbers = conv
+        torch.manual_seed(index)
+        pitch = -(-c // 8) * 8
+        wide = torch.full((n, h, w, pitch + 16), torch.nan, device=cuda, dtype=dtype)
+        wide[..., 8 : 8 + c] = torch.randn(n, h, w, c, device=cuda)
+        x = wide[..., 8 : 8 + c].permute(0, 3, 1, 2)
+        if layout == "dense" and c % 8 == 0:
+            x = x.contiguous(memory_format=torch.channels_last)
+        rows = torch.full((k, kernel, kernel, pitch), torch.nan, device=cuda, dtype=dtype)
+        rows[..., :c] = torch.randn(k, kernel, kernel, c, device=cuda) / (c * kernel**2) ** 0.5
+        weight = rows[..., :c].permute(0, 3, 1, 2)
+        geometry = tuple((number,) * 2 for number in numbers)
+        bias, bn = affine_of(index, k, dtype, cuda)
+        act = ("silu", "identity")[index // 2 % 2]
+
+        def stock(to, x=x, weight=weight, bias=bias, bn=bn, geometry=geometry, act=act):
+            y = functional.conv2d(x.to(to), weight.to(to), None, *geometry)
+            wide = to if to == torch.float64 else torch.float32
+            y = y.to(wide)
+            if bias is not None:
+                y = y + bias.to(wide).view(1, -1, 1, 1)
+            if bn is not None:
+                gamma, beta, mean, var = (
+                    value.to(wide).view(1, -1, 1, 1)
+                    for value in (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+                )
+                y = (y - mean) / (var + bn.eps).sqrt() * gamma + beta
+            return (functional.silu(y) if act == "silu" else y).to(to)
+
+        truth, peer = stock(torch.float64), stock(dtype)
+        added = residual_like(peer, index) if index % 3 != 1 else None
+        if added is not None:
+            truth, peer = truth + added.double(), peer + added
+        limit = 2 * relative(peer, truth) + 1e-5
+        names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
+        for name in [name for name in names if name.endswith("-once")]:
+            ran += 1
+            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+            results = []
+            for _ in range(2):
+                if layout == "out":
+                    around = torch.full(
+                        (n, peer.shape[2], peer.shape[3], k + 24), torch.nan, device=cuda, dtype=dtype
+                    )
+                    out = around[..., 8 : 8 + k].permute(0, 3, 1, 2)
+                    ops.conv_bn_act_out(x, weight, out, bias, bn, added, *geometry, act=act)
+                    if not (around[..., :8].isnan().all() and around[..., 8 + k :].isnan().all()):
+                        problems.append(f"{conv}, {name}: writes beside its channels")
+                    results.append(out)
+                else:
+                    op_checks.poison([peer])
+                    results.append(ops.conv_bn_act(x, weight, bias, bn, added, *geometry, act=act))
+            error = relative(results[0], truth)
+            if not error <= limit or not torch.equal(*results):
+                problems.append(f"{conv}, {name}: error {error:.3g}, limit {limit:.3g}")
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL", raising=False)
+    assert not problems, f"{len(problems)} of {ran}\n" + "\n".join(problems)
+    assert ran > 60

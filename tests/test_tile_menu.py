@@ -251,6 +251,35 @@ def test_reductions_are_split_where_multiprocessors_would_be_idle():
 
 
 @needs_sm90
+def test_kernels_for_small_grids_are_plans_where_all_blocks_run_at_once():
+    def plans(
+        case: cases.Case, dtype: torch.dtype = torch.float16, *, tf32: bool = False
+    ) -> list[tuple[int, int]]:
+        names = candidates(case, dtype, 90, tf32=tf32)
+        found = (re.fullmatch(r"implicit_gemm/sm90/(\d+)x(\d+)x\d+-\w+-once", name) for name in names)
+        return [(int(match[1]), int(match[2])) for match in found if match]
+
+    taps = {"kernel": (3, 3), "padding": (1, 1)}
+    for case in (
+        cases.Case("rows", 128, 256, 40, 40, batch=1),
+        cases.Case("window", 64, 64, 40, 40, **taps, batch=1),
+        cases.Case("strided", 64, 64, 40, 40, **taps, stride=(2, 2), batch=1),
+    ):
+        side = case.h // case.stride[0]
+        tiles = -(-side * side // 64) if case.kernel == (1, 1) else (-(-side // 8)) ** 2
+        assert plans(case)
+        for pixels, channels in plans(case):
+            assert -(-tiles // (pixels // 64)) * -(-case.co // channels) <= 132, (case, pixels, channels)
+        assert not plans(replace(case, batch=32, h=160, w=160))  # more tiles than fit
+        assert not plans(replace(case, co=51))
+        assert case.kernel == (1, 1) or not plans(replace(case, dilation=(2, 2)))
+        assert not plans(case, torch.float32, tf32=True)
+    # Widths whose channels leave a thread with half a vector, and tap by tap nothing may follow the last channel.
+    assert {channels for _, channels in plans(cases.Case("460", 384, 460, 20, 20, batch=1))} == {16, 48}
+    assert {channels for _, channels in plans(cases.Case("40", 40, 128, 20, 20, **taps, batch=1))} == {16, 32}
+
+
+@needs_sm90
 @pytest.mark.parametrize(
     ("file", "dtypes"),
     [("tuned_layers", (torch.float16, torch.bfloat16)), ("tuned_layers_tf32", (torch.float32,))],

@@ -161,6 +161,23 @@ __device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUte
 #endif
 }
 
+// The same of a map with five dimensions.
+__device__ __forceinline__ void load_box_5d(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier,
+                                            int c0, int c1, int c2, int c3, int c4) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %8, 0;\n"
+      "@p cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6, %7}], "
+      "[%2];\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(leads)
+      : "memory");
+#endif
+}
+
 // Im2col mode: pixels from (c1, c2, c3) on in the order of the map's bounding box, all shifted by (right, down).
 __device__ __forceinline__ void load_pixels(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                             int c0, int c1, int c2, int c3, int right, int down) {

@@ -6,6 +6,7 @@
 
 #include "args.h"
 #include "depthwise_plan.h"
+#include "sm90_once_plan.h"
 #include "sm90_plan.h"
 #include "tile_menu.h"
 
@@ -15,6 +16,9 @@ namespace yolo12_fastconv {
 void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cudaStream_t stream);
 // The same in half and bfloat16, for compute capability 9.0. kernels/implicit_gemm_sm90.cuh
 void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
+// The same for small grids, 1x1 and 3x3, where layout and alignment allow it. kernels/implicit_gemm_sm90_once.cu
+bool fits_implicit_gemm_sm90_once(const ConvArgs& args, const Sm90OncePlan& plan);
+void implicit_gemm_sm90_once(const ConvArgs& args, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream);
 // One filter per channel, 3x3, 5x5 or 7x7, stride 1 or 2, NHWC. kernels/depthwise.cu
 void depthwise(const ConvArgs& args, DType dtype, cudaStream_t stream);
 // The same with stride 1 on tensor cores, in half and bfloat16; channels in eights, all pixels aligned to 16 bytes.

@@ -2,6 +2,7 @@
 // for both, so that the lower estimate is the choice.
 #pragma once
 
+#include "sm90_once_plan.h"
 #include "sm90_plan.h"
 #include "tile_menu.h"
 
@@ -35,6 +36,14 @@ struct TileCosts {
   double shared_finish = 0.363;  // streamed, workers in step: of each other's stores
   double split = 1500;  // clusters that share a reduction: set-up and exchange
   double split_bytes = 16;  //   and sums that a block gets, per cycle
+  // sm90, the kernel for small grids.
+  double once_set_up = 2580;  // as set_up, and the end
+  double once_bytes = 141;  // from L2, for a block
+  double once_l2_bytes = 56;  //   and for all of them, per multiprocessor
+  double once_copy = 53;  // from one copy of a warp to the next
+  double once_shared_read = 16.8;  // as shared_read
+  double once_output = 10.9;  // per worker and channel
+  double once_overlap = 1.67;  // as overlap
   // sm80.
   double gemm_set_up = 314;  // as set_up
   double gemm_alone = 259;  // more where a block of the next kernel does not fit beside this one's
@@ -60,6 +69,7 @@ struct TileCosts {
 // Whole time of the kernel, from the end of the one before. Float in TF32 has not been timed: twice the products, bytes and
 // stores of half, at half's rates.
 double sm90_cycles(const ConvShape& shape, const Sm90Plan& plan, const TileCosts& costs = {});
+double sm90_once_cycles(const ConvShape& shape, const Sm90OncePlan& plan, const TileCosts& costs = {});
 double gemm_cycles(const ConvShape& shape, DType dtype, const GemmTile& tile, const TileCosts& costs = {},
                    int capability = 90);
 

@@ -8,6 +8,7 @@
 
 #include "args.h"
 #include "depthwise_plan.h"
+#include "sm90_once_plan.h"
 #include "sm90_plan.h"
 
 namespace yolo12_fastconv {
@@ -40,6 +41,8 @@ struct KernelChoice {
   GemmTile tile;           // kImplicitGemm only
   Sm90Plan sm90;           // kImplicitGemmSm90 only
   DepthwisePlan depthwise = {};  // kDepthwiseMma only
+  // kImplicitGemmSm90: the kernel for small grids, if it has channels; `sm90` where layout or statistics rule it out.
+  Sm90OncePlan once = {};
 };
 
 // The first of kernel_candidates(), or the one that YOLO12_FASTCONV_KERNEL names.

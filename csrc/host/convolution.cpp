@@ -245,6 +245,8 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, c
   args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
   if (sm90 && stats.parts > 0) {
     implicit_gemm_sm90_stats(args, dtype_, choice.sm90, stats, stream_);
+  } else if (sm90 && choice.once.channels > 0 && fits_implicit_gemm_sm90_once(args, choice.once)) {
+    implicit_gemm_sm90_once(args, dtype_, choice.once, stream_);
   } else if (sm90) {
     implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
   } else {

@@ -26,10 +26,10 @@ double memory_cycles(const ConvShape& s, int element, const TileCosts& c) {
 }
 
 // Of what goes on at the same time: the longest, and more the closer others come to it.
-double overlapped(std::initializer_list<double> cycles, const TileCosts& c) {
+double overlapped(std::initializer_list<double> cycles, double exponent) {
   double sum = 0;
-  for (const double value : cycles) sum += std::pow(value, c.overlap);
-  return std::pow(sum, 1 / c.overlap);
+  for (const double value : cycles) sum += std::pow(value, exponent);
+  return std::pow(sum, 1 / exponent);
 }
 
 // Shared memory of a multiprocessor.
@@ -147,7 +147,23 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
   }
   const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
   const double exchange = p.split > 1 ? c.split + sm90_exchange_bytes(p) / c.split_bytes : 0;
-  return set_up + exchange + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c);
+  return set_up + exchange + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c.overlap);
+}
+
+double sm90_once_cycles(const ConvShape& s, const Sm90OncePlan& p, const TileCosts& c) {
+  const OnceMode mode = once_mode(s);
+  const OncePixels pixels = once_pixels(mode);
+  const int parts = once_parts(s, p), taps = once_taps(mode);
+  const double bytes =
+      double(parts) * p.row_bytes * (double(taps) * p.channels + double(p.workers) * pixels.planes * pixels.pixels);
+  const double products = double(p.workers) * parts * taps * (p.row_bytes / 32) *
+                          std::max(p.channels / 2.0, c.once_shared_read + p.channels / 4.0);
+  const bool single = p.channels == once_store_channels(p.channels);
+  const double copies = double(parts) * std::max(pixels.planes, single ? once_groups(mode) : taps);
+  return c.once_set_up + p.workers * p.channels * c.once_output +
+         overlapped({products, bytes / c.once_bytes,
+                     bytes * double(once_blocks(s, p)) / kMultiprocessors / c.once_l2_bytes, copies * c.once_copy},
+                    c.once_overlap);
 }
 
 double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const TileCosts& c, int capability) {
@@ -171,7 +187,7 @@ double gemm_cycles(const ConvShape& s, DType dtype, const GemmTile& t, const Til
   const double products = rounds * steps * outputs * (lanes * 2) / (c.gemm_products * lanes / 8);
   const double partial_sums = t.groups == 1 ? 0 : outputs * t.groups * 8 / c.gemm_shared_bytes;
   return c.gemm_set_up + ((rounds + 1) * share > 1 ? c.gemm_alone : 0) +
-         overlapped({chain, transfer, shared, products, memory_cycles(s, element, c)}, c) +
+         overlapped({chain, transfer, shared, products, memory_cycles(s, element, c)}, c.overlap) +
          rounds * (outputs / c.gemm_outputs + partial_sums);
 }
 

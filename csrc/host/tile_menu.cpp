@@ -206,6 +206,14 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
     for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {
       weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
     }
+    if (half && !weighed.empty()) {
+      const Sm90Plan otherwise = std::min_element(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) {
+                                   return a.first < b.first;
+                                 })->second.sm90;
+      for (const Sm90OncePlan& plan : sm90_once_plans(s)) {
+        weighed.push_back({sm90_once_cycles(s, plan), {Family::kImplicitGemmSm90, {}, otherwise, {}, plan}});
+      }
+    }
   }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s) && (target != "sm90" || weighed.empty())) {
     for (const GemmTile& tile : kGemmTiles) {
@@ -276,7 +284,8 @@ std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
   const std::string filter = std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w);
   switch (choice.family) {
     case Family::kImplicitGemm: return tile_name(choice.tile);
-    case Family::kImplicitGemmSm90: return sm90_name(choice.sm90);
+    case Family::kImplicitGemmSm90:
+      return choice.once.channels > 0 ? sm90_once_name(s, choice.once) : sm90_name(choice.sm90);
     case Family::kDepthwiseMma: return "depthwise/mma/" + filter;
     case Family::kDepthwise: return "depthwise/simt/" + filter;
     case Family::kStem:

@@ -10,7 +10,7 @@
 //
 // The layer is all memory traffic (3 -> 16 at 640x640 reads 2.5 MB and writes 3.3 MB per picture, for 44 M products). So x
 // is read in the form it comes in, without a copy in between, and a lane's results go straight to y:
-// - A warp computes tiles of 4 rows x 32 pixels on its own. Its window of x lies in shared memory as rows of adjacent
+// - A warp computes tiles of 4 (or 2) rows x 32 pixels on its own. Its window of x lies in shared memory as rows of adjacent
 //   pixels of kSlots elements. Warps wait for nobody after the set-up: while some wait for x, others compute and write.
 // - kSlots = 3: the 3 pixels of a filter row are 9 adjacent elements, and with stride 2 every window of a row starts at
 //   the same parity, so that 5 aligned words cover it. The reduction runs over such pairs of elements: 3 rows of 5 make
@@ -45,22 +45,23 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTileRows = 4, kTilePixels = 32;  // a warp's outputs
+constexpr int kTilePixels = 32;  // a row of a warp's outputs
 constexpr int kMatrices = kTilePixels / 16;
-constexpr int kInRows = 2 * (kTileRows - 1) + 3;
 constexpr int kWindowPixels = 2 * (kTilePixels - 1) + 3;
 constexpr int kChunkPixels = 8;  // of x, that one lane fetches at a time
 constexpr int kChunks = (kChunkPixels - 1 + kWindowPixels + kChunkPixels - 1) / kChunkPixels;  // of a row
-constexpr int kUnits = (kInRows * kChunks + 31) / 32;  // chunks of a lane
 
 // kFragmentCount: 8-channel columns of products that a warp sums at once. kIsPlanar, for kSlots = 3: whether x has the
 // pixels of a channel adjacent, or the channels of a pixel.
-template <class Element, class Input, int kSlotCount, int kFragmentCount, bool kIsPlanar>
+// kRows: of a tile. Four, or two where that gives more warps something to do: a picture alone.
+template <class Element, class Input, int kSlotCount, int kFragmentCount, bool kIsPlanar, int kRows = 4>
 struct StemConfig {
   using T = Element;
   using In = Input;
   static constexpr int kSlots = kSlotCount, kFragments = kFragmentCount;
   static constexpr bool kPlanar = kIsPlanar;
+  static constexpr int kTileRows = kRows, kInRows = 2 * (kTileRows - 1) + 3;
+  static constexpr int kUnits = (kInRows * kChunks + 31) / 32;  // chunks of a lane
   static constexpr bool kFast = kSlots == 3;
   static constexpr int kWordElements = 4 / int(sizeof(T));  // a pair of half
   static constexpr int kRowPairs = (3 * kSlots + kWordElements - 1) / kWordElements, kPairs = 3 * kRowPairs;
@@ -177,12 +178,12 @@ struct Tile {
   int n, p, q;
   int top, left;
 
-  // left_padding: columns of the window in front of x's first one, for the first tile of a row
-  __device__ __forceinline__ Tile(const StemArgs& args, int left_padding, int index) {
+  // rows: of a tile; left_padding: columns of the window in front of x's first one, for the first tile of a row
+  __device__ __forceinline__ Tile(const StemArgs& args, int rows, int left_padding, int index) {
     int tile_q, tile_p, row;
     args.by_tiles_q.divide(index, row, tile_q);
     args.by_tiles_p.divide(row, n, tile_p);
-    p = tile_p * kTileRows;
+    p = tile_p * rows;
     q = tile_q * kTilePixels;
     top = p * args.stride_h - args.pad_h;
     left = q * args.stride_w - left_padding;
@@ -201,11 +202,11 @@ __device__ __forceinline__ void copy_chunks(const StemArgs& args, const Tile& ti
   using In = typename Config::In;
   constexpr int kElements = kChunkPixels * Config::kSlots, kLanes = kLanesOf16Bytes<In>, kRun = kLanesOf16Bytes<T>;
   const int lane = reread_thread_index() % 32;
-  const int rows = (kTileRows - 1) * args.stride_h + 3;
+  const int rows = (Config::kTileRows - 1) * args.stride_h + 3;
   const In* image = static_cast<const In*>(args.x) + tile.n * args.x_strides.n;
-  In fetched[kUnits][kElements];
+  In fetched[Config::kUnits][kElements];
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
+  for (int u = 0; u < Config::kUnits; ++u) {
     const int unit = lane + 32 * u;
     const int row = unit / kChunks;
     const int h = tile.top + row, w = tile.left + unit % kChunks * kChunkPixels;
@@ -221,7 +222,7 @@ __device__ __forceinline__ void copy_chunks(const StemArgs& args, const Tile& ti
     }
   }
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
+  for (int u = 0; u < Config::kUnits; ++u) {
     const int unit = lane + 32 * u;
     const int row = unit / kChunks;
     T* to = window + row * Config::kRowElements + unit % kChunks * kElements;
@@ -255,7 +256,7 @@ __device__ __forceinline__ void copy_elements(const StemArgs& args, const Tile& 
   using In = typename Config::In;
   constexpr int kSlots = Config::kSlots;
   const In* image = static_cast<const In*>(args.x) + tile.n * args.x_strides.n;
-  const int rows = (kTileRows - 1) * args.stride_h + 3;
+  const int rows = (Config::kTileRows - 1) * args.stride_h + 3;
   const int columns = (kTilePixels - 1) * args.stride_w + 3;
 #pragma unroll 3
   for (int i = reread_thread_index() % 32; i < rows * kWindowPixels; i += 32) {
@@ -372,14 +373,20 @@ __global__ __launch_bounds__(kThreads,
   const int parity = start % Config::kWordElements;
   wait_for_earlier_kernels();
 
+  const int channels = args.groups * Config::kGroupChannels, own = static_cast<int>(threadIdx.x);
+  const bool halved = kHalvesForSilu<T> && args.act == Act::kSilu;
+  // Asked for before the weights are, and waited for with them.
+  const ChannelBits bits = load_for_epilogue(args.affine, own, args.out_channels);
   switch (args.weight_dtype) {
     case DType::kFloat16: set_up_weights<Config, __half>(args, parity, fragments); break;
     case DType::kBFloat16: set_up_weights<Config, __nv_bfloat16>(args, parity, fragments); break;
     case DType::kFloat32: set_up_weights<Config, float>(args, parity, fragments); break;
     default: set_up_weights<Config, double>(args, parity, fragments); break;
   }
-  for (int c = threadIdx.x; c < args.groups * Config::kGroupChannels; c += kThreads) {
-    affine[c] = fold_for_epilogue(args.affine, c, args.out_channels, kHalvesForSilu<T> && args.act == Act::kSilu);
+  if (own < channels) affine[own] = fold_for_epilogue(args.affine, bits, own, args.out_channels, halved);
+#pragma unroll 1
+  for (int c = own + kThreads; c < channels; c += kThreads) {
+    affine[c] = fold_for_epilogue(args.affine, c, args.out_channels, halved);
   }
   __syncthreads();
 
@@ -387,7 +394,7 @@ __global__ __launch_bounds__(kThreads,
 
   for (int index = static_cast<int>(blockIdx.x) * kWarps + warp; index < args.tiles;
        index += static_cast<int>(gridDim.x) * kWarps) {
-    const Tile tile(args, left_padding, index);
+    const Tile tile(args, Config::kTileRows, left_padding, index);
     if constexpr (Config::kFast) {
       copy_chunks<Config>(args, tile, window);
     } else {
@@ -409,7 +416,7 @@ __global__ __launch_bounds__(kThreads,
                                            : (pair.holds(0) ? 0xffffu : 0u) | (pair.holds(1) ? 0xffff0000u : 0u);
     }
 #pragma unroll 1
-    for (int r = 0; r < kTileRows; ++r) {
+    for (int r = 0; r < Config::kTileRows; ++r) {
       if (tile.p + r >= args.out_h) break;
       const uint32_t* row = reinterpret_cast<const uint32_t*>(window) + r * args.stride_h * kRowWords;
       uint32_t a[kMatrices][kSteps][4];
@@ -448,7 +455,7 @@ __global__ __launch_bounds__(kThreads,
 template <class Config>
 void launch(const ConvArgs& a, StemArgs s, cudaStream_t stream) {
   s.groups = ceil_div(s.out_channels, Config::kGroupChannels);
-  const int tiles_q = ceil_div(s.out_w, kTilePixels), tiles_p = ceil_div(s.out_h, kTileRows);
+  const int tiles_q = ceil_div(s.out_w, kTilePixels), tiles_p = ceil_div(s.out_h, Config::kTileRows);
   const int64_t tiles = int64_t(a.shape.batch) * tiles_p * tiles_q;
   if (tiles >= 1 << 30) fail("stem: ", tiles, " tiles; the tile menu sends such shapes elsewhere");
   s.tiles = static_cast<int>(tiles);
@@ -488,11 +495,15 @@ void choose(const ConvArgs& a, const StemArgs& s, DType x_dtype, cudaStream_t st
   if (kind == Kind::kGeneral) return launch<StemConfig<T, In, 4, 4, true>>(a, s, stream);
   with_bool(a.shape.out_channels <= 16, [&](auto few_channels) {
     constexpr int kFragments = decltype(few_channels)::value ? 2 : 4;
-    if (kind == Kind::kPlanar) {
-      launch<StemConfig<T, In, 3, kFragments, true>>(a, s, stream);
-    } else {
-      launch<StemConfig<T, In, 3, kFragments, false>>(a, s, stream);
-    }
+    with_bool(kind == Kind::kPlanar, [&](auto planar) {
+      // Two blocks for each multiprocessor at most: as many more share the work of their warps.
+      const int64_t blocks = int64_t(s.out_h) * s.out_w * a.shape.batch / (4 * kTilePixels * kWarps);
+      if (blocks <= 2 * multiprocessor_count()) {
+        launch<StemConfig<T, In, 3, kFragments, planar(), 2>>(a, s, stream);
+      } else {
+        launch<StemConfig<T, In, 3, kFragments, planar(), 4>>(a, s, stream);
+      }
+    });
   });
 }
 
