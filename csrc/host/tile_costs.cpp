@@ -55,7 +55,7 @@ double large_tile_cycles(const ConvShape& s, int element, const GemmTile& listed
     stages = std::ceil(double(taps) * ceil_div(s.in_channels, lanes) / t.chunks);
     steps = stages * (t.chunks / 2);
     const int pipeline = static_cast<int>(std::min<double>(t.stages, stages)) * (t.pixels + t.channels) * t.chunks * 16;
-    shared_bytes = t.channels * 8 + std::max(pipeline, t.pixels * (t.channels * element + 16));
+    shared_bytes = t.channels * 8 + std::max(pipeline, element == 2 ? 0 : t.pixels * (t.channels * element + 16));
   }
   // What the kernels' launch bounds leave a thread, or its sums, operands and 60 others.
   const int warp_pixels = t.pixels / t.warps_pixels, warp_channels = t.channels / t.warps_channels;
