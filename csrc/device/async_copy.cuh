@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_chunk_async(unsigned int to_shared, const v
 
 // The same, zeros where `missing` is not zero; where not channel < channels. Conditions that are made of several cost an
 // instruction or two, which a loop of copies has many of.
-__device__ __forceinline__ void copy_chunk_unless_async(unsigned int to_shared, const void* from, unsigned int missing) {
+__device__ __forceinline__ void copy_chunk_unless_async(unsigned int to_shared, const void* from,
+                                                        unsigned int missing) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile(
       "{\n"

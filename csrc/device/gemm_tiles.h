@@ -8,9 +8,9 @@
 namespace yolo12_fastconv {
 
 // One kernel per tile and dtype. Warps of 64 x 32 read shared memory less often than those of 32 x 32 (5 to 10 % at 64
-// channels). Warps of 64 x 64 would read it less still, but of them 8 fill a multiprocessor's registers, which do not hide
-// each other's latencies: 16 of 64 x 32 are up to 15 % faster. Stages of 128 bytes cost a barrier half as often (128 x 128 of
-// 64 bytes takes a third longer). 48 and 96 channels are widths of YOLO12x.
+// channels). Of warps of 64 x 64 8 fill a multiprocessor's registers; they hide each other's latencies if operands are read
+// ahead over the ends of stages, and are then 4 to 8 % faster than 16 of 64 x 32. Stages of 128 bytes cost a barrier half as
+// often (128 x 128 of 64 bytes takes 5 to 7 % longer). 48 and 96 channels are widths of YOLO12x.
 constexpr GemmTile kGemmTiles[] = {
     {128, 128, 8, 3, 2, 2, 1},
     {128, 64, 8, 3, 2, 2, 1},

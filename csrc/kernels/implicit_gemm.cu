@@ -68,8 +68,8 @@ struct GemmConfig {
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
   // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
-  // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
-  // longer.
+  // operands. Fewer do not hide each other's latencies: of 64 x 32, with 172 registers and 8 warps, 3x3 over 512 channels took
+  // a quarter longer.
   static constexpr int kFittingBlocks =
       kTile.window ? (kThreads < 256 ? 400 / kThreads : 2) : 227 * 1024 / (kStages * kStageBytes + 1024);
   static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
@@ -79,9 +79,7 @@ struct GemmConfig {
   // shifts each row by 4 (half) or 8 (float) banks, so that a quarter warp's fragments fall into different ones.
   static constexpr int kOutRowBytes = kChannels * int(sizeof(T)) + (sizeof(T) == 2 ? 16 : 32);
   static constexpr int kSumRow = kChannels + 8;  // floats
-  static constexpr int kOutBytes = kAhead         ? 0
-                                   : kGroups == 1 ? kPixels * kOutRowBytes
-                                                  : kGroups * kPixels * kSumRow * 4;
+  static constexpr int kOutBytes = kAhead ? 0 : kGroups == 1 ? kPixels * kOutRowBytes : kGroups * kPixels * kSumRow * 4;
   static constexpr int kAffineBytes = kChannels * int(sizeof(ScaleShift<float>));
 
   static constexpr int kRowsPerPass = kThreads / kChunks;  // rows that all threads copy at once
@@ -697,10 +695,9 @@ struct RowsAhead {
         if (step + 1 < Config::kSteps) {
           if (pair * kRows / kPairs == row) load_pair(stage, place, step + 1, pair);
         } else if (pair * 2 / kPairs == unit - (kUnits - 2)) {
-          load_matrices(b[(step + 1) % 2][pair],
-                        next + Config::kPixels * Config::kRowBytes +
-                            swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) +
-                            pair * 16 * Config::kRowBytes);
+          load_matrices(b[(step + 1) % 2][pair], next + Config::kPixels * Config::kRowBytes +
+                                                     swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) +
+                                                     pair * 16 * Config::kRowBytes);
         }
       }
 #pragma unroll
