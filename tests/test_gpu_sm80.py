@@ -52,6 +52,8 @@ OTHERS = [
     Conv((1, 64, 30, 30), 96, 3, padding=2, dilation=2),
     Conv((2, 384, 40, 40), 460, 1, padding=0),
     Conv((1, 9, 50, 50), 24, 3, padding=0),
+    Conv((1, 72, 160, 160), 200, 3, stride=2),
+    Conv((3, 96, 80, 80), 176, 1, padding=0),
 ]
 
 
@@ -77,6 +79,9 @@ def test_every_tile(cuda, convs, dtype, monkeypatch):
         geometry = tuple((number,) * 2 for number in numbers)
         truth = functional.conv2d(x.double(), weight.double(), None, *geometry)
         peer = functional.conv2d(x, weight, None, *geometry)
+        act = "silu" if index % 4 < 2 else "identity"
+        if act == "silu":
+            truth, peer = functional.silu(truth), functional.silu(peer)
         added = torch.randn_like(peer) if index % 3 else None
         if added is not None:
             truth, peer = truth + added.double(), peer + added
@@ -93,7 +98,7 @@ def test_every_tile(cuda, convs, dtype, monkeypatch):
                 )
                 op_checks.poison([peer])
                 y = around[..., :k].permute(0, 3, 1, 2)
-                ops.conv_bn_act_out(x, weight, y, None, None, added, *geometry, act="identity")
+                ops.conv_bn_act_out(x, weight, y, None, None, added, *geometry, act=act)
                 results.append((y, around[..., k:]))
             (got, beside), (again, _) = results
             error, worst = relative(got, truth), (got.double() - truth).abs().max()

@@ -40,7 +40,8 @@ double shared_kilobytes(int capability) {
 
 // Tiles whose warps do not share the reduction, for many pixels. As many blocks as a multiprocessor holds hide each other's
 // latencies; nothing else that was measured is near its limit.
-double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, const TileCosts& c, int capability) {
+double large_tile_cycles(const ConvShape& s, int element, const GemmTile& listed, const TileCosts& c, int capability) {
+  const GemmTile t = tile_of(listed, element);
   const int lanes = 16 / element, taps = s.kernel_h * s.kernel_w, threads = 32 * t.warps_pixels * t.warps_channels;
   int64_t pixels = s.out_pixels();
   double stages, steps;  // of a block; steps of 32 bytes of the reduction
@@ -54,7 +55,7 @@ double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, con
     stages = std::ceil(double(taps) * ceil_div(s.in_channels, lanes) / t.chunks);
     steps = stages * (t.chunks / 2);
     const int pipeline = static_cast<int>(std::min<double>(t.stages, stages)) * (t.pixels + t.channels) * t.chunks * 16;
-    shared_bytes = t.channels * 8 + std::max(pipeline, t.pixels * (t.channels * element + 16));
+    shared_bytes = t.channels * 8 + std::max(pipeline, element == 2 ? 0 : t.pixels * (t.channels * element + 16));
   }
   // What the kernels' launch bounds leave a thread, or its sums, operands and 60 others.
   const int warp_pixels = t.pixels / t.warps_pixels, warp_channels = t.channels / t.warps_channels;

@@ -25,8 +25,10 @@
 // - 5 stages of a 32x32 tile in flight are 40 KB, more than the 500 cycles x 64 bytes that L2 can deliver meanwhile; a short
 //   reduction is in flight as a whole.
 // - The block is launched while the kernel before still runs (dependent_launch.cuh), with all index arithmetic done.
+#include <climits>
 #include <cstdint>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 
 #include "device/async_copy.cuh"
@@ -57,12 +59,17 @@ struct GemmConfig {
   static constexpr int kLanes = 16 / sizeof(T);  // elements in a chunk
   static constexpr int kFragmentsPixels = kWarpPixels / 16, kFragmentsChannels = kWarpChannels / 8;
   static constexpr int kSteps = kChunks / 2 / kGroups;  // a warp's steps of 32 bytes in a stage
+  // Large tiles of half read operands ahead, over the ends of stages, and write sums from registers to y. Each thread then
+  // has adjacent channels, of which kStoreFragments fragments hold a pair each: see stored_channel().
+  static constexpr bool kAhead = kGroups == 1 && sizeof(T) == 2;
+  static constexpr bool kRowsAhead = kAhead && kWarpPixels * kWarpChannels <= 2048 && kFragmentsPixels % 2 == 0;
+  static constexpr int kStoreFragments = kWarpChannels % 32 == 0 ? 4 : 2;
 
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
   // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
-  // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
-  // longer.
+  // operands. Fewer do not hide each other's latencies: of 64 x 32, with 172 registers and 8 warps, 3x3 over 512 channels took
+  // a quarter longer.
   static constexpr int kFittingBlocks =
       kTile.window ? (kThreads < 256 ? 400 / kThreads : 2) : 227 * 1024 / (kStages * kStageBytes + 1024);
   static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
@@ -72,7 +79,7 @@ struct GemmConfig {
   // shifts each row by 4 (half) or 8 (float) banks, so that a quarter warp's fragments fall into different ones.
   static constexpr int kOutRowBytes = kChannels * int(sizeof(T)) + (sizeof(T) == 2 ? 16 : 32);
   static constexpr int kSumRow = kChannels + 8;  // floats
-  static constexpr int kOutBytes = kGroups == 1 ? kPixels * kOutRowBytes : kGroups * kPixels * kSumRow * 4;
+  static constexpr int kOutBytes = kAhead ? 0 : kGroups == 1 ? kPixels * kOutRowBytes : kGroups * kPixels * kSumRow * 4;
   static constexpr int kAffineBytes = kChannels * int(sizeof(ScaleShift<float>));
 
   static constexpr int kRowsPerPass = kThreads / kChunks;  // rows that all threads copy at once
@@ -110,6 +117,7 @@ struct GemmArgs {
   int in_channels;
   int chunks;  // ceil(C / lanes) * R * S
   bool whole_chunks;  // C is a multiple of lanes
+  bool adjacent;  // 1x1: pixels of y and of x are the same, evenly spaced
   int kernel_h, kernel_w, in_h, in_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   FastDivide by_chunks_per_tap, by_kernel_w, by_out_w, by_out_h, by_channel_tiles;
 };
@@ -121,42 +129,46 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return (row * kChunks + (chunk ^ mask)) * 16;
 }
 
+// The channel, counted from the tile's first, whose weights lie in row `row` of shared memory. A thread gets columns 2t and
+// 2t + 1 (t = lane % 4) of each fragment of 8 channels; rows are dealt out so that its columns of kStoreFragments fragments
+// are adjacent channels, which it writes with one store.
+template <class Config>
+__host__ __device__ constexpr int stored_channel(int row) {
+  if constexpr (!Config::kAhead) {
+    return row;
+  } else {
+    constexpr int kFragments = Config::kStoreFragments, kRows = 8 * kFragments;
+    return row / kRows * kRows + row % 8 / 2 * 2 * kFragments + row % kRows / 8 * 2 + row % 2;
+  }
+}
+
 // Copies tiles of the reduction to shared memory, one after the other.
 template <class Config>
 class TileLoader {
  public:
   // Reads no global memory.
-  __device__ __forceinline__ TileLoader(const GemmArgs& args, int64_t first_pixel, int first_channel, uint32_t shared)
-      : args_(args), chunk_(threadIdx.x % Config::kChunks), row_(threadIdx.x / Config::kChunks) {
-    shared_ = shared + swizzled<Config::kChunks>(row_, chunk_);
-    // Offsets of this thread's pixels count from the tile's first image, which keeps them in 32 bits (checked on the host).
-    const int64_t image_pixels = int64_t(args.by_out_h.divisor) * args.by_out_w.divisor;
-    const int64_t first_image = first_pixel / image_pixels;
-    const int start = static_cast<int>(first_pixel - first_image * image_pixels);
-    x_ = static_cast<const T*>(args.x) + first_image * args.x_stride_n;
+  __device__ __forceinline__ TileLoader(const GemmArgs& args, uint32_t shared)
+      : args_(args), row_(threadIdx.x / Config::kChunks) {
+    shared_ = shared + swizzled<Config::kChunks>(row_, threadIdx.x % Config::kChunks);
+  }
+
+  // The tile of the output whose reduction is copied from now on.
+  __device__ __forceinline__ void start(int64_t first_pixel, int first_channel) {
+    chunk_ = threadIdx.x % Config::kChunks;
+    if (args_.adjacent) {
+      x_ = static_cast<const T*>(args_.x) + (first_pixel + row_) * args_.x_stride_w;
 #pragma unroll
-    for (int i = 0; i < Config::kPixelPasses; ++i) {
-      const int row = row_ + i * Config::kRowsPerPass;
-      int image, p, q, image_row;
-      args.by_out_w.divide(start + row, image_row, q);
-      args.by_out_h.divide(image_row, image, p);
-      const int top = p * args.stride_h - args.pad_h, left = q * args.stride_w - args.pad_w;
-      offset_[i] = image * static_cast<int>(args.x_stride_n) + top * args.x_stride_h + left * args.x_stride_w;
-      inside_[i] = 0;
-      if (first_pixel + row >= args.pixels) continue;  // behind the last pixel, no tap is inside
-      for (int r = 0; r < args.kernel_h; ++r) {
-        const bool in = static_cast<unsigned>(top + r * args.dilation_h) < static_cast<unsigned>(args.in_h);
-        inside_[i] |= uint32_t(in) << r;
+      for (int i = 0; i < Config::kPixelPasses; ++i) {
+        offset_[i] = i * Config::kRowsPerPass * args_.x_stride_w;
+        outside_[i] = first_pixel + row_ + i * Config::kRowsPerPass < args_.pixels ? 0 : ~0u;
       }
-      for (int s = 0; s < args.kernel_w; ++s) {
-        const bool in = static_cast<unsigned>(left + s * args.dilation_w) < static_cast<unsigned>(args.in_w);
-        inside_[i] |= uint32_t(in) << (16 + s);
-      }
+    } else {
+      find_pixels(first_pixel);
     }
-    const int64_t weight_row = int64_t(args.chunks) * Config::kLanes;
-    weight_ = static_cast<const T*>(args.weight) + (first_channel + row_) * weight_row + chunk_ * Config::kLanes;
-    weight_step_ = Config::kRowsPerPass * weight_row;
-    channels_left_ = args.out_channels - first_channel - row_;
+    const int64_t weight_row = int64_t(args_.chunks) * Config::kLanes;
+    const int channel = first_channel + stored_channel<Config>(row_);
+    weight_ = static_cast<const T*>(args_.weight) + channel * weight_row + chunk_ * Config::kLanes;
+    channels_left_ = args_.out_channels - channel;
     find_tap();
   }
 
@@ -169,7 +181,6 @@ class TileLoader {
     } else {
       copy_rows<false>(to);
     }
-    commit_async_copies();
 
     constexpr int kTileLanes = Config::kChunks * Config::kLanes;
     chunk_ += Config::kChunks;
@@ -186,6 +197,33 @@ class TileLoader {
  private:
   using T = typename Config::T;
 
+  // Offsets of this thread's pixels count from the tile's first image, which keeps them in 32 bits (checked on the host).
+  __device__ __forceinline__ void find_pixels(int64_t first_pixel) {
+    const int64_t image_pixels = int64_t(args_.by_out_h.divisor) * args_.by_out_w.divisor;
+    const int64_t first_image = first_pixel / image_pixels;
+    const int start = static_cast<int>(first_pixel - first_image * image_pixels);
+    x_ = static_cast<const T*>(args_.x) + first_image * args_.x_stride_n;
+#pragma unroll
+    for (int i = 0; i < Config::kPixelPasses; ++i) {
+      const int row = row_ + i * Config::kRowsPerPass;
+      int image, p, q, image_row;
+      args_.by_out_w.divide(start + row, image_row, q);
+      args_.by_out_h.divide(image_row, image, p);
+      const int top = p * args_.stride_h - args_.pad_h, left = q * args_.stride_w - args_.pad_w;
+      offset_[i] = image * static_cast<int>(args_.x_stride_n) + top * args_.x_stride_h + left * args_.x_stride_w;
+      outside_[i] = ~0u;
+      if (first_pixel + row >= args_.pixels) continue;  // behind the last pixel, no tap is inside
+      for (int r = 0; r < args_.kernel_h; ++r) {
+        const bool in = static_cast<unsigned>(top + r * args_.dilation_h) < static_cast<unsigned>(args_.in_h);
+        outside_[i] ^= uint32_t(in) << r;
+      }
+      for (int s = 0; s < args_.kernel_w; ++s) {
+        const bool in = static_cast<unsigned>(left + s * args_.dilation_w) < static_cast<unsigned>(args_.in_w);
+        outside_[i] ^= uint32_t(in) << (16 + s);
+      }
+    }
+  }
+
   template <int kRows>
   __device__ __forceinline__ bool is_past(int pass) const {
     return kRows % Config::kRowsPerPass != 0 && row_ + pass * Config::kRowsPerPass >= kRows;
@@ -195,23 +233,31 @@ class TileLoader {
   template <bool kWhole>
   __device__ __forceinline__ void copy_rows(uint32_t pixels) {
     constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
-    const auto copy = [&](uint32_t to, const T* from, bool valid) {
-      if constexpr (kWhole) {
-        copy_chunk_async(to, from, valid && bytes_ != 0);
-      } else {
-        copy_async(to, from, valid ? bytes_ : 0);
-      }
-    };
 #pragma unroll
     for (int i = 0; i < Config::kPixelPasses; ++i) {
       if (is_past<Config::kPixels>(i)) break;
-      copy(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0);
+      const uint32_t missing = (tap_ & outside_[i]) | uint32_t(bytes_ == 0);
+      if constexpr (kWhole) {
+        copy_chunk_unless_async(pixels + i * kPassBytes, source_ + offset_[i], missing);
+      } else {
+        copy_async(pixels + i * kPassBytes, source_ + offset_[i], missing == 0 ? bytes_ : 0);
+      }
     }
+    // The rows of a thread lie in places that are alike.
+    static_assert(!Config::kAhead || Config::kRowsPerPass % (8 * Config::kStoreFragments) == 0 ||
+                  Config::kRowsPerPass == 16);
     const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
+    const int left = bytes_ == 0 ? INT_MIN : channels_left_;
 #pragma unroll
     for (int i = 0; i < Config::kChannelPasses; ++i) {
       if (is_past<Config::kChannels>(i)) break;
-      copy(channels + i * kPassBytes, weight_ + i * weight_step_, i * Config::kRowsPerPass < channels_left_);
+      const int channel = stored_channel<Config>(i * Config::kRowsPerPass);  // more than that of the thread's first row
+      const T* const from = weight_ + channel * (args_.chunks * Config::kLanes);
+      if constexpr (kWhole) {
+        copy_chunk_if_below_async(channels + i * kPassBytes, from, channel, left);
+      } else {
+        copy_async(channels + i * kPassBytes, from, channel < left ? bytes_ : 0);
+      }
     }
   }
 
@@ -238,12 +284,11 @@ class TileLoader {
   const T* x_;
   const T* source_;  // x_, shifted to the tap and channel of chunk_
   int channel_ = 0, bytes_;
-  uint32_t tap_ = 0;  // bits r and 16 + s; inside_: those that lie inside the image
+  uint32_t tap_ = 0;  // bits r and 16 + s; outside_: those that lie outside of the image
   const T* weight_;
-  int64_t weight_step_;
   int channels_left_;
   int offset_[Config::kPixelPasses];
-  uint32_t inside_[Config::kPixelPasses];
+  uint32_t outside_[Config::kPixelPasses];
 };
 
 template <class Config>
@@ -526,6 +571,172 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulator
   }
 }
 
+// Scale, shift, activation, residual and store of a thread's sums, straight from registers: 64 bytes, two sectors of L2, of
+// a pixel by four threads (32 where a warp's channels are no multiple of 32). As in stock, the activated value is rounded
+// before the residual is added. pixel_of(row): which pixel of y a row of the tile is; negative: none.
+template <class Config, bool kSilu, class PixelOf>
+__device__ __forceinline__ void store_sums(const GemmArgs& args, const Accumulators<Config>& sum,
+                                           const ScaleShift<float>* affine, const WarpPlace<Config>& place,
+                                           const PixelOf& pixel_of, int first_channel) {
+  using T = typename Config::T;
+  constexpr int kFragments = Config::kStoreFragments, kWidth = 2 * kFragments;  // channels of a store
+  using Vector = std::conditional_t<kFragments == 4, uint4, uint2>;
+  union Values {
+    Vector bits;
+    T element[kWidth];
+  };
+  const int lane = threadIdx.x % 32;
+  const bool aligned = args.y_stride % Config::kLanes == 0;
+#pragma unroll
+  for (int group = 0; group < Config::kFragmentsChannels / kFragments; ++group) {
+    const int column = place.column + group * 8 * kFragments + lane % 4 * kWidth, channel = first_channel + column;
+    if (channel >= args.out_channels) continue;
+    const bool whole = aligned && channel + kWidth <= args.out_channels;
+    ScaleShift<float> folded[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; e += 2) {
+      *reinterpret_cast<float4*>(folded + e) = *reinterpret_cast<const float4*>(affine + column + e);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kFragmentsPixels; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t pixel = pixel_of(place.row + i * 16 + half * 8 + lane / 4);
+        if (pixel < 0) continue;
+        Values value;
+#pragma unroll
+        for (int e = 0; e < kWidth; e += 2) {
+          const float* const pair = sum.value[i][group * kFragments + e / 2] + half * 2;
+          store_pair<T>(reinterpret_cast<char*>(value.element + e), finish<T, kSilu>(pair[0], folded[e]),
+                        finish<T, kSilu>(pair[1], folded[e + 1]));
+        }
+        T* const y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
+        const T* const residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
+        if (whole) {
+          if (args.residual != nullptr) {
+            Values added;
+            if (args.residual_vectors) {
+              added.bits = *reinterpret_cast<const Vector*>(residual);
+            } else {
+#pragma unroll
+              for (int e = 0; e < kWidth; ++e) added.element[e] = residual[e];
+            }
+#pragma unroll
+            for (int e = 0; e < kWidth; ++e) {
+              value.element[e] = convert<T>(convert<float>(value.element[e]) + convert<float>(added.element[e]));
+            }
+          }
+          *reinterpret_cast<Vector*>(y) = value.bits;
+        } else {
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) {
+            if (channel + e >= args.out_channels) break;
+            const float added = args.residual != nullptr ? convert<float>(residual[e]) : 0.0f;
+            y[e] = args.residual != nullptr ? convert<T>(convert<float>(value.element[e]) + added) : value.element[e];
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class Config, class PixelOf>
+__device__ __forceinline__ void store_tile(const GemmArgs& args, const Accumulators<Config>& sum,
+                                           const ScaleShift<float>* affine, const WarpPlace<Config>& place,
+                                           const PixelOf& pixel_of, int first_channel) {
+  if (args.act == Act::kSilu) {
+    store_sums<Config, true>(args, sum, affine, place, pixel_of, first_channel);
+  } else {
+    store_sums<Config, false>(args, sum, affine, place, pixel_of, first_channel);
+  }
+}
+
+// Operands of a warp that multiplies 16 of its pixels after the other, on their way from shared memory two such rows ahead,
+// over the ends of stages and tiles: of half the registers of two whole steps.
+template <class Config>
+struct RowsAhead {
+  static constexpr int kRows = Config::kFragmentsPixels, kUnits = Config::kSteps * kRows;  // of a stage
+  static constexpr int kPairs = Config::kFragmentsChannels / 2;
+  static_assert(kRows >= 2 && Config::kSteps % 2 == 0);
+  uint32_t a[3][4], b[2][kPairs][4];
+
+  __device__ __forceinline__ void load_row(int to, uint32_t stage, const WarpPlace<Config>& place, int unit) {
+    load_matrices(a[to], stage + (swizzled<Config::kChunks>(place.pixel(), place.pixel_chunk()) ^ unit / kRows * 32) +
+                             unit % kRows * 16 * Config::kRowBytes);
+  }
+  __device__ __forceinline__ void load_pair(uint32_t stage, const WarpPlace<Config>& place, int step, int pair) {
+    load_matrices(b[step % 2][pair],
+                  stage + Config::kPixels * Config::kRowBytes +
+                      (swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) ^ step * 32) +
+                      pair * 16 * Config::kRowBytes);
+  }
+
+  __device__ __forceinline__ void begin(uint32_t stage, const WarpPlace<Config>& place) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) load_pair(stage, place, 0, pair);
+    load_row(0, stage, place, 0);
+    load_row(1, stage, place, 1);
+  }
+
+  // The products of a stage. next: the stage after it; wait_for_next: until that is there for all threads, which are then
+  // done with reading this one. start_copies: into the stage before this one.
+  template <class Wait, class StartCopies>
+  __device__ __forceinline__ void multiply(Accumulators<Config>& sum, uint32_t stage, uint32_t next,
+                                           const WarpPlace<Config>& place, const Wait& wait_for_next,
+                                           const StartCopies& start_copies) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int step = unit / kRows, row = unit % kRows, ahead = unit + 2;
+      if (unit == kUnits - 2) wait_for_next();
+      load_row(2, ahead < kUnits ? stage : next, place, ahead % kUnits);
+      // Channels of the next step, shared out among this one's rows; of the next stage, among the last two rows.
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        if (step + 1 < Config::kSteps) {
+          if (pair * kRows / kPairs == row) load_pair(stage, place, step + 1, pair);
+        } else if (pair * 2 / kPairs == unit - (kUnits - 2)) {
+          load_matrices(b[(step + 1) % 2][pair], next + Config::kPixels * Config::kRowBytes +
+                                                     swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) +
+                                                     pair * 16 * Config::kRowBytes);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < Config::kFragmentsChannels; ++j) {
+        multiply_add<typename Config::T>(sum.value[row][j], a[0], b[step % 2][j / 2][j % 2 * 2],
+                                         b[step % 2][j / 2][j % 2 * 2 + 1]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) a[0][e] = a[1][e], a[1][e] = a[2][e];
+      if (unit == 0) start_copies();
+    }
+  }
+};
+
+// Operands of a warp with many sums, a step ahead.
+template <class Config>
+struct StepsAhead {
+  static_assert(Config::kSteps % 2 == 0);
+  Fragments<Config> fragments[2];
+
+  __device__ __forceinline__ void begin(uint32_t stage, const WarpPlace<Config>& place) {
+    load_step(fragments[0], stage, place, 0);
+  }
+
+  template <class Wait, class StartCopies>
+  __device__ __forceinline__ void multiply(Accumulators<Config>& sum, uint32_t stage, uint32_t next,
+                                           const WarpPlace<Config>& place, const Wait& wait_for_next,
+                                           const StartCopies& start_copies) {
+#pragma unroll
+    for (int i = 0; i < Config::kSteps; ++i) {
+      const bool last = i + 1 == Config::kSteps;
+      if (last) wait_for_next();
+      load_step(fragments[(i + 1) % 2], last ? next : stage, place, last ? 0 : i + 1);
+      fragments[i % 2].multiply(sum);
+      if (i == 0) start_copies();
+    }
+  }
+};
+
 template <class Config>
 __global__ __launch_bounds__(Config::kThreads,
                              Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
@@ -542,7 +753,8 @@ __global__ __launch_bounds__(Config::kThreads,
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
   char* out = shared + Config::kAffineBytes;
   const uint32_t pipeline = shared_address(out);
-  TileLoader<Config> loader(args, first_pixel, first_channel, pipeline);
+  TileLoader<Config> loader(args, pipeline);
+  loader.start(first_pixel, first_channel);
   const int tiles = (args.chunks + Config::kChunks - 1) / Config::kChunks;
   static_assert(Config::kChannels <= Config::kThreads, "a thread folds one channel");
   const int folded_channel = first_channel + static_cast<int>(threadIdx.x);
@@ -554,11 +766,8 @@ __global__ __launch_bounds__(Config::kThreads,
   if constexpr (kLoadsEarly) bits = load_for_epilogue(args.affine, folded_channel, folded_channels);
 #pragma unroll
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
-    if (stage < tiles) {
-      loader.load(stage);
-    } else {
-      commit_async_copies();  // an empty group keeps the count that wait_for_async_copies relies on
-    }
+    if (stage < tiles) loader.load(stage);
+    commit_async_copies();  // also an empty group, which keeps the count that wait_for_async_copies relies on
   }
   const bool halved = args.act == Act::kSilu && sizeof(typename Config::T) == 2;  // see finish()
   if constexpr (kLoadsEarly) {
@@ -571,29 +780,46 @@ __global__ __launch_bounds__(Config::kThreads,
     }
   }
 
-  Accumulators<Config> sum = {};
-  int stage = 0, free_stage = Config::kStages - 1;
-  for (int tile = 0; tile < tiles; ++tile) {
-    wait_for_async_copies<Config::kStages - 2>();
-    __syncthreads();  // stage `stage` is there for all threads, and all are done with the one that is refilled next
-    multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place, [&] {
-      if (tile + Config::kStages - 1 < tiles) {
-        loader.load(free_stage);
-      } else {
-        commit_async_copies();
-      }
-    });
-    free_stage = stage;
-    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
-  }
-  wait_for_async_copies<0>();
-  __syncthreads();  // the pipeline's memory becomes the output tile
-
   const auto pixel_of = [&](int row) {
     const int64_t pixel = first_pixel + row;
     return pixel < args.pixels ? pixel : -1;
   };
-  epilogue<Config>(args, sum, affine, out, place, pixel_of, first_channel);
+  // Until the next stage is there for all threads, and all are done with the one that is refilled next.
+  const auto wait = [] {
+    wait_for_async_copies<Config::kStages - 2>();
+    __syncthreads();
+  };
+  Accumulators<Config> sum = {};
+  int stage = 0, free_stage = Config::kStages - 1, tile = 0;
+  const auto start_copies = [&] {
+    if (tile + Config::kStages - 1 < tiles) loader.load(free_stage);
+    commit_async_copies();
+  };
+  if constexpr (Config::kAhead) {
+    std::conditional_t<Config::kRowsAhead, RowsAhead<Config>, StepsAhead<Config>> ahead;
+    wait();
+    ahead.begin(pipeline, place);
+    for (; tile < tiles; ++tile) {
+      const int following = stage + 1 == Config::kStages ? 0 : stage + 1;
+      // Behind the last stage operands are read, too, but not used.
+      const int next = tile + 1 < tiles ? following : stage;
+      ahead.multiply(sum, pipeline + stage * Config::kStageBytes, pipeline + next * Config::kStageBytes, place, wait,
+                     start_copies);
+      free_stage = stage;
+      stage = following;
+    }
+    store_tile<Config>(args, sum, affine, place, pixel_of, first_channel);
+  } else {
+    for (; tile < tiles; ++tile) {
+      wait();
+      multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place, start_copies);
+      free_stage = stage;
+      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+    }
+    wait_for_async_copies<0>();
+    __syncthreads();  // the pipeline's memory becomes the output tile
+    epilogue<Config>(args, sum, affine, out, place, pixel_of, first_channel);
+  }
 #endif
 }
 
@@ -641,12 +867,13 @@ class WindowLoader {
     if constexpr (!kEvenPasses) {
 #pragma unroll
       for (int i = 0; i < Config::kWeightPasses; ++i) {
-        const int row = row_ + i * Config::kRowsPerPass, tap = row / Config::kChannels, k = row % Config::kChannels;
+        const int row = row_ + i * Config::kRowsPerPass, tap = row / Config::kChannels;
+        const int k = stored_channel<Config>(row % Config::kChannels);
         weight_offset_[i] = row < Config::kWeightRows && k < channels_left_ ? (k * 9 + tap) * weight_row_ : -1;
       }
     } else {
-      weight_ += row_ * 9 * weight_row_;
-      channels_left_ -= row_;
+      weight_ += stored_channel<Config>(row_) * 9 * weight_row_;
+      channels_left_ -= stored_channel<Config>(row_);
     }
   }
 
@@ -655,14 +882,16 @@ class WindowLoader {
     const T* const from = weight_ + r * Config::kTaps * weight_row_ + block * Config::kBlockLanes;
     const uint32_t to = weights_ + stage * Config::kStageBytes;
     const bool inside = block * Config::kBlockLanes + chunk_ * Config::kLanes < args_.in_channels;
+    const int left = inside ? channels_left_ : INT_MIN;
 #pragma unroll
     for (int i = 0; i < Config::kWeightPasses; ++i) {
       if (Config::kWeightRows % Config::kRowsPerPass != 0 && row_ + i * Config::kRowsPerPass >= Config::kWeightRows) {
         break;
       }
       if constexpr (kEvenPasses) {
-        const int k = i * Config::kRowsPerPass % Config::kChannels, tap = i * Config::kRowsPerPass / Config::kChannels;
-        copy_chunk_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, inside && k < channels_left_);
+        const int tap = i * Config::kRowsPerPass / Config::kChannels;
+        const int k = stored_channel<Config>(i * Config::kRowsPerPass % Config::kChannels);
+        copy_chunk_if_below_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, k, left);
       } else {
         copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
       }
@@ -676,7 +905,7 @@ class WindowLoader {
     const int channel = block * Config::kBlockLanes + chunk_ * Config::kLanes;
     // The second half of the last block is not multiplied if it is empty.
     if (args_.in_channels - (channel & ~(2 * Config::kLanes - 1)) <= 0) return;
-    const bool inside = channel < args_.in_channels;
+    const uint32_t missing = channel < args_.in_channels ? 0 : 1u << 31;
     const T* const from = x_ + block * Config::kBlockLanes;
     uint32_t to = windows_ + block % 2 * window_rows_ * Config::kRowBytes + first * kPassBytes;
     int row = row_ + first * Config::kRowsPerPass;
@@ -684,7 +913,7 @@ class WindowLoader {
     for (int i = first; i < last; ++i, row += Config::kRowsPerPass, to += kPassBytes) {
       if (row >= window_rows_) break;
       const int chunks = rows_[row];
-      copy_chunk_async(to, from + int64_t(chunks) * Config::kLanes, inside && chunks >= 0);
+      copy_chunk_unless_async(to, from + int64_t(chunks) * Config::kLanes, (chunks | missing) & 1u << 31);
     }
   }
 
@@ -703,27 +932,32 @@ class WindowLoader {
   int weight_offset_[kEvenPasses ? 1 : Config::kWeightPasses];
 };
 
-// The products of one filter row and one block of channels, of which kSteps steps are multiplied. window: this lane's first
-// row for tap s = 0.
-template <class Config, int kSteps, class StartCopies>
-__device__ __forceinline__ void multiply_filter_row(Accumulators<Config>& sum, uint32_t windows, int window_row,
-                                                    uint32_t weights, const WarpPlace<Config>& place,
+// The products of one filter row and one block of channels, of which kSteps steps are multiplied; the first of them has been
+// read. window: this lane's first row for tap s = 0. next_...: where the operands behind these begin; wait_for_next: see
+// RowsAhead.
+template <class Config, int kSteps, class Wait, class StartCopies>
+__device__ __forceinline__ void multiply_filter_row(Accumulators<Config>& sum, Fragments<Config> (&fragments)[2],
+                                                    uint32_t windows, int window_row, uint32_t weights,
+                                                    uint32_t next_window, uint32_t next_weights,
+                                                    const WarpPlace<Config>& place, const Wait& wait_for_next,
                                                     const StartCopies& start_copies) {
   constexpr int kAll = Config::kTaps * kSteps;
-  Fragments<Config> fragments[2];
-  const auto load = [&](int i) {
-    const int tap = i / kSteps, step = i % kSteps;
-    fragments[i % 2].load(windows + (swizzled<Config::kChunks>(window_row + tap, place.pixel_chunk()) ^ step * 32),
-                          weights + tap * Config::kChannels * Config::kRowBytes +
-                              (swizzled<Config::kChunks>(place.channel(), place.channel_chunk()) ^ step * 32));
-  };
-  load(0);
+  const uint32_t channels = swizzled<Config::kChunks>(place.channel(), place.channel_chunk());
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
-    if (i + 1 < kAll) load(i + 1);
+    const int tap = (i + 1) / kSteps, step = (i + 1) % kSteps;
+    if (i + 1 < kAll) {
+      fragments[(i + 1) % 2].load(
+          windows + (swizzled<Config::kChunks>(window_row + tap, place.pixel_chunk()) ^ step * 32),
+          weights + tap * Config::kChannels * Config::kRowBytes + (channels ^ step * 32));
+    } else {
+      wait_for_next();
+      fragments[(i + 1) % 2].load(next_window, next_weights + channels);
+    }
     fragments[i % 2].multiply(sum);
     if (i == 0) start_copies();  // see multiply_stage
   }
+  if (kAll % 2 == 1) fragments[0] = fragments[1];
 }
 
 template <class Config>
@@ -743,8 +977,8 @@ __global__ __launch_bounds__(Config::kThreads,
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
   int* const rows = reinterpret_cast<int*>(shared + Config::kAffineBytes);  // of the window: offsets in x, in 16 bytes
   int* const pixels = rows + window_rows;  // of the tile: pixels of y
-  char* out = shared + Config::kAffineBytes + Config::table_bytes(args.in_w);
-  const uint32_t weights = shared_address(out), windows = weights + Config::kStages * Config::kStageBytes;
+  const uint32_t weights = shared_address(shared + Config::kAffineBytes + Config::table_bytes(args.in_w));
+  const uint32_t windows = weights + Config::kStages * Config::kStageBytes;
 
   // Offsets count from the window's first image, which keeps them in 32 bits (checked on the host).
   const int first = pixel_tile * Config::kPixels, first_row = first - width - 1;
@@ -780,35 +1014,51 @@ __global__ __launch_bounds__(Config::kThreads,
     affine[threadIdx.x] = fold_for_epilogue(args.affine, bits, folded_channel, folded_channels, args.act == Act::kSilu);
   }
 
+  // Until the next stage is there for all threads, and all are done with what is refilled next.
+  const auto wait = [] {
+    wait_for_async_copies<Config::kStages - 2>();
+    __syncthreads();
+  };
+  const auto first_rows = [&](int block, int r) {  // this lane's address in a window
+    return windows + block % 2 * window_rows * Config::kRowBytes +
+           swizzled<Config::kChunks>(place.pixel() + r * width, place.pixel_chunk());
+  };
   Accumulators<Config> sum = {};
+  Fragments<Config> fragments[2];
+  wait();
+  fragments[0].load(first_rows(0, 0), weights + swizzled<Config::kChunks>(place.channel(), place.channel_chunk()));
   int stage = 0, free_stage = Config::kStages - 1;
   int next_block = 0, next_r = Config::kStages - 1;  // of the weights that are copied next
   for (int block = 0; block < blocks; ++block) {
     const uint32_t window = windows + block % 2 * window_rows * Config::kRowBytes;
     const bool both_steps = args.in_channels - block * Config::kBlockLanes > Config::kBlockLanes / 2;
     for (int r = 0; r < Config::kTaps; ++r) {
-      wait_for_async_copies<Config::kStages - 2>();
-      __syncthreads();  // what was copied is there for all threads, and all are done with what is refilled next
       const auto start_copies = [&] {
         if (next_block < blocks) loader.load_weights(next_block, next_r, free_stage);
         if (r < Config::kWindowParts && block + 1 < blocks) loader.load_window(block + 1, r, Config::kWindowParts);
         commit_async_copies();
         if (++next_r == Config::kTaps) next_r = 0, ++next_block;
       };
+      const int following = stage + 1 == Config::kStages ? 0 : stage + 1;
       const uint32_t filter_row = weights + stage * Config::kStageBytes;
+      const uint32_t next_filter_row = weights + following * Config::kStageBytes;
       const int window_row = place.pixel() + r * width;
+      // Behind the last filter row operands are read, too, but not used.
+      const uint32_t next_window = r + 1 < Config::kTaps ? first_rows(block, r + 1)
+                                   : block + 1 < blocks  ? first_rows(block + 1, 0)
+                                                         : first_rows(block, 0);
       if (both_steps) {
-        multiply_filter_row<Config, 2>(sum, window, window_row, filter_row, place, start_copies);
+        multiply_filter_row<Config, 2>(sum, fragments, window, window_row, filter_row, next_window, next_filter_row,
+                                       place, wait, start_copies);
       } else {
-        multiply_filter_row<Config, 1>(sum, window, window_row, filter_row, place, start_copies);
+        multiply_filter_row<Config, 1>(sum, fragments, window, window_row, filter_row, next_window, next_filter_row,
+                                       place, wait, start_copies);
       }
       free_stage = stage;
-      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+      stage = following;
     }
   }
-  wait_for_async_copies<0>();
-  __syncthreads();  // windows and weights become the output tile
-  epilogue<Config>(args, sum, affine, out, place, [&](int row) { return int64_t(pixels[row]); }, first_channel);
+  store_tile<Config>(args, sum, affine, place, [&](int row) { return int64_t(pixels[row]); }, first_channel);
 #endif
 }
 
@@ -835,6 +1085,7 @@ GemmArgs gemm_args(const ConvArgs& a) {
   g.in_channels = s.in_channels;
   g.chunks = chunks_per_tap * s.kernel_h * s.kernel_w;
   g.whole_chunks = s.in_channels % Config::kLanes == 0;
+  g.adjacent = s.pointwise() && a.x_strides.h == s.in_w * a.x_strides.w && a.x_strides.n == s.in_h * a.x_strides.h;
   g.kernel_h = s.kernel_h;
   g.kernel_w = s.kernel_w;
   g.in_h = s.in_h;
@@ -899,7 +1150,7 @@ void launch_window(const ConvArgs& a, const GemmTile& tile, cudaStream_t stream)
 
 template <class T, size_t kIndex>
 void launch_tile(const ConvArgs& args, cudaStream_t stream) {
-  constexpr GemmTile kTile = kGemmTiles[kIndex];
+  constexpr GemmTile kTile = tile_of(kGemmTiles[kIndex], sizeof(T));
   if constexpr (kTile.half_only() && sizeof(T) != 2) {
     fail("implicit_gemm: this tile is for half");
   } else if constexpr (kTile.window) {
