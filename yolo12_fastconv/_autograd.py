@@ -490,7 +490,7 @@ class _Training(torch.autograd.Function):
             ctx.save_for_backward(x, *kept)
         else:
             ctx.save_for_backward(None, *kept, *x_source.tensors)
-            again = (x_source.eps, x_source.act, x_source.shared)
+            again = x_source._replace(tensors=())
             if x_source.shared is not None:
                 x_source.shared.readers += 1
         ctx.call = (
@@ -541,7 +541,7 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
     eps, geometry, again = ctx.call
     wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     if again is not None:
-        x = _recompute.again(_bn_act, tuple(source), *again)
+        x = _recompute.again(_bn_act, tuple(source), again)
     if torch.is_grad_enabled():  # create_graph=True
 
         def forward(x, weight, bias, bn_weight, bn_bias):
