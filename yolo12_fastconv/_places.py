@@ -129,9 +129,9 @@ class Link:
         )
         if not fits or not self._believed(self.concat, layer):
             return None
-        with torch.no_grad():
-            for part, place in zip(parts, buffer.split(room.widths, 1), strict=True):
-                if not is_at(place, part):
+        for part, place in zip(parts, buffer.split(room.widths, 1), strict=True):
+            if not is_at(place, part):
+                with torch.no_grad():
                     ops.concat_channels_out([part], None, place)
         return ops.join_channels(buffer, parts)
 
