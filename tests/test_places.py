@@ -317,6 +317,7 @@ def test_copies_and_inference_have_places_of_their_own(networks):
     twin = copy.deepcopy(fast)
     assert in_place(twin) == [False] * 4 and in_place(fast) == [True, True, False, True]
     assert not any(name.startswith("_fc") for layer in fast.model for name in layer.__reduce_ex__(2)[2])
+    stock.load_state_dict(fast.state_dict())
     fast.eval(), stock.eval()
     with torch.no_grad():
         assert_close(fast(picture()), stock(picture()))

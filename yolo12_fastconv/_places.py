@@ -167,10 +167,10 @@ def link(layers: nn.Sequential, is_concat: Any, is_part: Any) -> None:
         sources = sources_of(modules, place) if is_concat(concat) else None
         if not sources or min(sources) < 0:
             continue
-        old = concat.__dict__.get(LINK)
-        if isinstance(old, Link) and old.layers() is layers and (old.concat, old.sources) == (place, sources):
-            continue  # CUDA graphs of the model compare it
-        shared = concat.__dict__[LINK] = Link(layers, place, sources)
+        shared = concat.__dict__.get(LINK)
+        # Where nothing has changed it stays the same object: CUDA graphs of the model compare it.
+        if shared is None or shared.layers() is not layers or (shared.concat, shared.sources) != (place, sources):
+            shared = concat.__dict__[LINK] = Link(layers, place, sources)
         for index, source in enumerate(sources):
             if is_part(modules[source]):
                 modules[source].__dict__[SEAT] = Seat(shared, index)
