@@ -296,7 +296,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         edges = ctx.next_functions
-        parts = _slices.split(grad, ctx, ctx.widths, [node for node, _ in edges])  # views, as from torch.cat's backward
+        # Views, as from the backward of torch.cat.
+        parts = _slices.split(grad, ctx, ctx.widths, [node for node, _ in edges])
         grads: list[Tensor | None] = []
         for part, mail, edge, needed in zip(parts, ctx.mails, edges, ctx.needs_input_grad[1:], strict=True):
             given = not needed or (mail is not None and mail.post(part, edge))

@@ -5,8 +5,8 @@ layers allocates it, the concat then copies those parts alone that lie elsewhere
 concat, without autograd's knowledge; to it they are tensors of their own, as in the blocks (`csp.py`). That saves the
 copies, the memory of the parts, and their recomputation (`_recompute.py`): what a concat keeps is kept.
 
-How large the concat is, the layers know from its last call in training that copied all. Where sizes, types or layers have
-changed since, the concat copies as ever: a part in a place of its own is an ordinary tensor.
+How large the concat is, the layers know from its last call in training that copied all. Where sizes, types or layers
+have changed since, the concat copies as ever: a part in a place of its own is an ordinary tensor.
 
 Who writes to a part in place would write to the concat. So all that reads a part or the concat has to be a layer that
 begins with a convolution of ours, an upsampling or a concat, that nobody watches: looked at anew at every call.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from yolo12_fastconv import _slices, ops
-from yolo12_fastconv.blocks import FAST, STOCK
-from yolo12_fastconv.fused_block import SEAT, child, is_at, is_watched
+from yolo12_fastconv.blocks import FAST, SEAT, STOCK, exporting
+from yolo12_fastconv.fused_block import child, is_at, is_watched
 
 from ultralytics.nn.modules.block import A2C2f, C2f, C3k2  # isort: skip  (blocks has checked that)
 
@@ -86,9 +86,14 @@ class Link:
     def fill(self, index: int, layer: Any, x: Tensor) -> Tensor:
         """``layer.run(x)``, the concat's part `index`, in its place if there is one."""
         form = self.form
-        if form is None or not layer.training or type(x) is not Tensor or x.dim() != 4:
-            return layer.run(x)
-        if not self._believed(self.sources[index], layer):
+        if (
+            form is None
+            or not layer.training
+            or type(x) is not Tensor
+            or x.dim() != 4
+            or exporting()
+            or not self._believed(self.sources[index], layer)
+        ):
             return layer.run(x)
         room = self._room(index, form, (x.shape[0], sum(form.widths), *layer.plane(x)))
         place = room.buffer.narrow(1, sum(form.widths[:index]), form.widths[index])  # type: ignore[union-attr]
@@ -148,11 +153,11 @@ class Seat(NamedTuple):
     """Which part of which concat a layer makes."""
 
     link: Link
-    index: int
+    part: int
 
     def fill(self, layer: Any, x: Tensor) -> Tensor:
         """As `Link.fill`."""
-        return self.link.fill(self.index, layer, x)
+        return self.link.fill(self.part, layer, x)
 
 
 def link(layers: nn.Sequential, is_concat: Any, is_part: Any) -> None:
@@ -169,7 +174,11 @@ def link(layers: nn.Sequential, is_concat: Any, is_part: Any) -> None:
             continue
         shared = concat.__dict__.get(LINK)
         # Where nothing has changed it stays the same object: CUDA graphs of the model compare it.
-        if shared is None or shared.layers() is not layers or (shared.concat, shared.sources) != (place, sources):
+        if (
+            shared is None
+            or shared.layers() is not layers
+            or (shared.concat, shared.sources) != (place, sources)
+        ):
             shared = concat.__dict__[LINK] = Link(layers, place, sources)
         for index, source in enumerate(sources):
             if is_part(modules[source]):

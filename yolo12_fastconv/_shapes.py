@@ -169,8 +169,10 @@ def check_upsample_sum(grad_y: Tensor, grad_x: Tensor) -> None:
         tuple(grad_x.shape) == (n, c, h // 2, w // 2)
         and grad_x.dtype is grad_y.dtype
         and grad_x.device == grad_y.device,
-        lambda: f"grad_x must be {(n, c, h // 2, w // 2)} in the dtype and on the device of grad_y, "
-        f"{grad_y.dtype} on {grad_y.device}, got {tuple(grad_x.shape)} in {grad_x.dtype} on {grad_x.device}",
+        lambda: (
+            f"grad_x must be {(n, c, h // 2, w // 2)} in the dtype and on the device of grad_y, "
+            f"{grad_y.dtype} on {grad_y.device}, got {tuple(grad_x.shape)} in {grad_x.dtype} on {grad_x.device}"
+        ),
     )
 
 

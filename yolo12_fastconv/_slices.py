@@ -14,8 +14,8 @@ tensor has a hook or retains its gradient (`is_seen`).
 
 Between the layers of a model the order is Ultralytics': a part of a concat is handed to another layer as well, and
 autograd would add the two gradients. There the concat's backward gives its slice to the node of the other reader
-(`Mail`), which adds its own gradient to it, and no gradient to autograd. Only if that is the same sum: both contribute to
-the same result of the same node, and the reader's node is going to run in this backward. If it has run already, the
+(`Mail`), which adds its own gradient to it, and no gradient to autograd. Only if that is the same sum: both contribute
+to the same result of the same node, and the reader's node is going to run in this backward. If it has run already, the
 slice goes to autograd.
 """
 

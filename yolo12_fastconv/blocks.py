@@ -34,6 +34,10 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth
 
 
+SEAT = "_fc_seat"
+"""Attribute of a layer that makes a part of a concat further on: see `_places.py`."""
+
+
 class FallbackError(RuntimeError):
     """A patched block would not run on a CUDA kernel of this package, and strict mode is on."""
 
@@ -81,6 +85,9 @@ class FastConv(StockPickle, Conv):
 
     def forward(self, x: Tensor) -> Tensor:
         """``act(bn(conv(x)))``: batch statistics and buffer updates as `torch.nn.BatchNorm2d` would have them."""
+        if SEAT in self.__dict__ and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y: Tensor = self.__dict__[SEAT].fill(self, x)
+            return y
         return _run(self, child(self, "bn"), x)
 
     # The name under which Ultralytics' `fuse()` installs it, and under which it is pickled.
@@ -107,6 +114,13 @@ class FastConv(StockPickle, Conv):
             `out` if it was written, with autograd another tensor over its memory; else a tensor with its own.
         """
         return _run(self, None if "forward" in self.__dict__ else child(self, "bn"), x, residual, out)
+
+    def plane(self, x: Tensor) -> tuple[int, int]:
+        """Height and width of the result, if it is of a plain convolution."""
+        conv = child(self, "conv")
+        if type(conv) is not nn.Conv2d or type(conv.padding) is not tuple:
+            return x.shape[2], x.shape[3]
+        return output_plane(conv, conv.weight, x)
 
     def run_and_pass(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from yolo12_fastconv import _config, blocks, programs
-from yolo12_fastconv.blocks import FallbackError, FastConv, StockPickle
+from yolo12_fastconv.blocks import SEAT, FallbackError, FastConv, StockPickle
 
 __all__ = ["FusedBlock", "child", "is_at", "is_watched", "run", "run_and_pass", "run_and_pass_twice", "store"]
 
 child = blocks.child
-
-SEAT = "_fc_seat"
-"""Attribute of a layer that makes a part of a concat further on: see `_places.py`."""
 
 
 class FusedBlock(StockPickle):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from yolo12_fastconv import _config, _places, blocks, ops
-from yolo12_fastconv.blocks import FallbackError
+from yolo12_fastconv.blocks import FallbackError, FastConv
 from yolo12_fastconv.fused_block import FusedBlock, is_watched
 
 from ultralytics.nn.modules.conv import Concat  # isort: skip  (blocks has checked that)
@@ -159,7 +159,12 @@ class FastConcat(_MapLayer, Concat):
 
     def compute(self, x: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         link = self.__dict__.get(_places.LINK)
-        if link is not None and torch.is_grad_enabled() and self.training and not torch.compiler.is_compiling():
+        if (
+            link is not None
+            and torch.is_grad_enabled()
+            and self.training
+            and not torch.compiler.is_compiling()
+        ):
             y: Tensor | None = link.join(self, x)
             if y is None:
                 y = ops.concat_channels(x)
@@ -195,7 +200,7 @@ def link_layers(network: nn.Module) -> None:
         _places.link(
             layers,
             lambda layer: type(layer) is FastConcat,
-            lambda layer: isinstance(layer, FusedBlock) and type(layer) is not FastConcat,
+            lambda layer: isinstance(layer, FastConv | FusedBlock) and type(layer) is not FastConcat,
         )
 
 
