@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -395,3 +397,22 @@ def test_upsample_backward_in_place():
             OPS.upsample_nearest_backward_.default(grad, bad)
     with pytest.raises(RuntimeError, match="has no gradient"):
         OPS.upsample_nearest_backward_.default(grad.requires_grad_(), torch.randn(2, 5, 3, 4))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_keeps_the_activations(networks, backward):
+    """No cycle of references that goes through autograd's graph, which no garbage collector would find."""
+    fast, _ = networks
+    grads(fast)
+    gc.collect()
+    gc.disable()
+    try:
+        results = fast(picture().requires_grad_())
+        kept = [weakref.ref(result.untyped_storage()) for result in results]
+        if backward:
+            results[-1].sum().backward()
+        assert all(ref() is not None for ref in kept)
+        del results
+        assert not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()
