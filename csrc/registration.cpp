@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CUDA, m) {
   m.impl("concat_channels", TORCH_BOX(&yolo12_fastconv::concat_channels));
   m.impl("concat_channels_out", TORCH_BOX(&yolo12_fastconv::concat_channels_out));
   m.impl("upsample_nearest_backward", TORCH_BOX(&yolo12_fastconv::upsample_nearest_backward));
+  m.impl("upsample_nearest_backward_", TORCH_BOX(&yolo12_fastconv::upsample_nearest_backward_));
   m.impl("detect_decode", TORCH_BOX(&yolo12_fastconv::detect_decode));
   m.impl("run_program", TORCH_BOX(&yolo12_fastconv::run_program));
   m.impl("area_attention", TORCH_BOX(&yolo12_fastconv::area_attention));

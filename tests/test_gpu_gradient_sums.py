@@ -9,9 +9,10 @@ import op_checks
 import pytest
 import support
 import torch
+from ultralytics import YOLO
 from ultralytics.nn.modules.block import A2C2f, C2f, C3k2
 
-from yolo12_fastconv import _slices
+from yolo12_fastconv import _places, _slices, unpatch_model
 from yolo12_fastconv.patching import patch_modules
 
 pytestmark = pytest.mark.gpu
@@ -181,3 +182,40 @@ def test_blocks_in_place_bit_for_bit(cuda, name, dtype, monkeypatch):
             assert error <= (2e-3 if dtype is torch.float16 else 1e-5), f"{error:.1e}"
         else:
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_concats_between_layers_bit_for_bit(cuda, graph, monkeypatch):
+    """Of a model: the gradients of copies and of autograd's own sums, and from run to run."""
+    torch.manual_seed(0)
+    model = support.uneven(YOLO("yolo12n.yaml").model).to(cuda).train().to(memory_format=torch.channels_last)
+    pictures = [torch.rand(2, 3, 96, 160, device=cuda) for _ in range(3)]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def steps() -> list[torch.Tensor]:
+        model.load_state_dict(state)
+        patch_modules(model, cuda_graph=graph)
+        found = []
+        for x in (*pictures, *pictures):
+            with torch.autocast("cuda", torch.float16):
+                y = model(x)
+            loss = y["boxes"].float().square().mean() + y["scores"].float().square().mean()
+            found += [loss.detach(), *torch.autograd.grad(loss, parameters)]
+        unpatch_model(model)
+        return found
+
+    posted = []
+    post = _slices.Mail.post
+
+    def counted(self, *arguments):
+        posted.append(post(self, *arguments))
+        return posted[-1]
+
+    monkeypatch.setattr(_slices.Mail, "post", counted)
+    first, second = steps(), steps()
+    assert sum(posted) >= 8
+    monkeypatch.setattr(_places.Link, "fill", lambda self, index, layer, x: layer.run(x))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, steps(), strict=True)
+    )

@@ -98,7 +98,7 @@ def test_training_under_autocast_leaves_out_float32(cuda, imgsz):
     patch_modules(fast, include=["Upsample", "Concat"])
     seen = []
     compute = neck.FastUpsample.compute
-    neck.FastUpsample.compute = lambda self, x: seen.append(compute(self, x)) or seen[-1]
+    neck.FastUpsample.compute = lambda self, *given: seen.append(compute(self, *given)) or seen[-1]
     deterministic = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:

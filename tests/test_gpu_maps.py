@@ -126,6 +126,25 @@ def test_detect_is_the_same_every_time_and_writes_all(cuda):
             assert torch.equal(a, b) and not a.isnan().any(), case
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("channels", "wide"), [(64, 160), (24, 24), (5, 13), (3, 3)])
+def test_upsample_backward_in_place(cuda, dtype, channels, wide):
+    """Bit for bit the rounded sum of both gradients, in a slice or in any other layout, and nothing beside it."""
+    torch.manual_seed(0)
+    grad_y, sums = (
+        torch.randn(2, wide, *size, device=cuda).to(dtype, memory_format=torch.channels_last)
+        for size in ((12, 20), (6, 10))
+    )
+    grad_y, before, place = grad_y[:, :channels], sums.clone(), sums[:, wide - channels :]
+    gradient = OPS.upsample_nearest_backward.default(grad_y)
+    op_checks.poison([gradient.clone()])
+    for target in (place, torch.randn(2, channels, 6, 10, device=cuda).to(dtype)):
+        expected = target + gradient
+        OPS.upsample_nearest_backward_.default(grad_y, target)
+        assert torch.equal(target, expected)
+    assert torch.equal(sums[:, : wide - channels], before[:, : wide - channels])
+
+
 def test_ops_on_maps_run_on_the_current_stream_and_in_graphs(cuda):
     case, concat = map_checks.DETECTS[1], map_checks.CONCATS[0]
     arguments, others = (case.inputs(torch.float16, cuda, seed=seed) for seed in (0, 1))
@@ -155,6 +174,9 @@ def test_opcheck(cuda):
     for arguments in (maps, [x.detach().requires_grad_() for x in maps]):
         opcheck(OPS.concat_channels.default, (arguments, list(case.scales), torch.float16))
     opcheck(OPS.upsample_nearest_backward.default, (maps[1],))
+    size = (*maps[1].shape[:2], maps[1].shape[2] // 2, maps[1].shape[3] // 2)
+    grad_x = torch.randn(size, device=cuda).half()
+    opcheck(OPS.upsample_nearest_backward_.default, (maps[1], grad_x))
     opcheck(OPS.concat_channels_out.default, (maps, list(case.scales), torch.empty(2, 24, 8, 6, device=cuda)))
     boxes, scores, *rest = map_checks.DETECTS[3].inputs(torch.float16, cuda)
     opcheck(OPS.detect_decode.default, (boxes, scores, *rest, True))

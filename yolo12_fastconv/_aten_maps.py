@@ -7,7 +7,13 @@ import contextlib
 import torch
 from torch import Tensor
 
-from yolo12_fastconv._shapes import check_concat, check_concat_out, check_detect, check_even
+from yolo12_fastconv._shapes import (
+    check_concat,
+    check_concat_out,
+    check_detect,
+    check_even,
+    check_upsample_sum,
+)
 
 aten = torch.ops.aten
 
@@ -45,6 +51,11 @@ def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
     with _without_autocast(grad_y.device):
         grad_x = aten.upsample_nearest2d_backward.default(grad_y, [h, w], [n, c, h // 2, w // 2])
         return _channels_last_on_cuda(grad_x)
+
+
+def upsample_nearest_backward_(grad_y: Tensor, grad_x: Tensor) -> None:
+    check_upsample_sum(grad_y, grad_x)
+    grad_x.add_(upsample_nearest_backward(grad_y))
 
 
 def detect_decode(

@@ -190,10 +190,33 @@ def concat_channels_out(tensors: list[Tensor], scales: list[int], out: Tensor) -
     call_op(_ops.concat_channels_out.default, tensors, scales, out)
 
 
+def upsample_nearest(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """`x` magnified by 2, in `out` if there is one: see `ops.upsample_nearest`."""
+    if _needs_grad((x,)):
+        return _Upsample.apply(x, dtype, (out,))
+    return _upsampled(x, dtype, out)
+
+
+def _upsampled(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        return call_op(_ops.concat_channels.default, [x], [2], dtype)
+    call_op(_ops.concat_channels_out.default, [x], [2], out)
+    return alias(out)
+
+
 def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
     if _needs_grad((grad_y,)):
         return _UpsampleBackward.apply(grad_y)
     return call_op(_ops.upsample_nearest_backward.default, grad_y)
+
+
+def upsample_nearest_backward_(grad_y: Tensor, grad_x: Tensor) -> None:
+    if _needs_grad((grad_y, grad_x)):
+        raise RuntimeError(
+            "yolo12_fastconv: upsample_nearest_backward_ has no gradient, since it writes to its argument: use "
+            "upsample_nearest_backward"
+        )
+    call_op(_ops.upsample_nearest_backward_.default, grad_y, grad_x)
 
 
 def detect_decode(
@@ -264,16 +287,19 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer: tuple[Tensor], *parts: Tensor) -> Tensor:
         ctx.widths = [t.shape[1] for t in parts]
+        ctx.mails = [_slices.mail_of(t) for t in parts]
         return buffer[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        nodes = [node for node, _ in ctx.next_functions]
-        grads = _slices.split(grad, ctx, ctx.widths, nodes)  # views, as from the backward of torch.cat
-        return (
-            None,
-            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)),
-        )
+        edges = ctx.next_functions
+        # Views, as from the backward of torch.cat.
+        parts = _slices.split(grad, ctx, ctx.widths, [node for node, _ in edges])
+        grads: list[Tensor | None] = []
+        for part, mail, edge, needed in zip(parts, ctx.mails, edges, ctx.needs_input_grad[1:], strict=True):
+            given = not needed or (mail is not None and mail.post(part, edge))
+            grads.append(None if given else part)
+        return (None, *grads)
 
 
 def halves(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,6 +321,24 @@ class _Halves(torch.autograd.Function):
     def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
         whole = _slices.side_by_side(first, second, ctx)
         return concat_channels([first, second], [1, 1], first.dtype) if whole is None else whole
+
+
+class _Upsample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, out: tuple[Tensor | None]) -> Tensor:
+        ctx.dtype = x.dtype
+        ctx.mail = _slices.reads(x, ctx)
+        return _upsampled(x, dtype, out[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        other = None if ctx.mail is None else ctx.mail.take()
+        if other is not None and grad.dtype is other.dtype and _slices.own([other], ctx) is not None:
+            upsample_nearest_backward_(grad, other)
+            _slices.give(other, ctx.next_functions[0][0])
+            return other, None, None
+        grad_x = upsample_nearest_backward(grad).to(ctx.dtype)
+        return grad_x if other is None else other + grad_x, None, None
 
 
 class _UpsampleBackward(torch.autograd.Function):
@@ -444,7 +488,7 @@ class _Training(torch.autograd.Function):
             ctx.save_for_backward(x, *kept)
         else:
             ctx.save_for_backward(None, *kept, *x_source.tensors)
-            again = (x_source.eps, x_source.act, x_source.shared)
+            again = x_source._replace(tensors=())
             if x_source.shared is not None:
                 x_source.shared.readers += 1
         ctx.call = (
@@ -454,6 +498,7 @@ class _Training(torch.autograd.Function):
         )
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.reads_join = _JOINED in x.__dict__
+        ctx.mail = _slices.reads(x, ctx)
         return y
 
     @staticmethod
@@ -473,6 +518,8 @@ class _TrainingAndPass(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor | None, *passed: Tensor | None) -> tuple[Any, ...]:
         others = [grad for grad in passed if grad is not None]
         if grad_y is None:
+            if ctx.mail is not None and (grad := ctx.mail.take()) is not None:
+                others.append(grad)
             return (_sum(others), *(None,) * (len(ctx.needs_input_grad) - 1))
         return (*_training_backward(ctx, grad_y, others), None)
 
@@ -485,12 +532,14 @@ def _sum(grads: Sequence[Tensor]) -> Tensor | None:
 
 
 def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) -> tuple[Any, ...]:
-    """`passed`: gradients to add to that of `x`, at most two."""
+    """`passed`: gradients to add to that of `x`; a concat's may come to them."""
+    if ctx.mail is not None and (grad := ctx.mail.take()) is not None:
+        passed = (*passed, grad)
     x, weight, bias, bn_weight, bn_bias, z, mean, var, cast_weight, *source = ctx.saved_tensors
     eps, geometry, again = ctx.call
     wanted = ctx.needs_input_grad[:_DIFFERENTIABLE]
     if again is not None:
-        x = _recompute.again(_bn_act, tuple(source), *again)
+        x = _recompute.again(_bn_act, tuple(source), again)
     if torch.is_grad_enabled():  # create_graph=True
 
         def forward(x, weight, bias, bn_weight, bn_bias):
@@ -524,7 +573,7 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
             else:
                 out = call_op(_ops.conv_bn_act_train_backward_.default, *call, place, added)
                 grads = [place, *_asked_for(out, wanted)[1:]]
-        if grads[0] is not None and (place is not None or ctx.reads_join):
+        if grads[0] is not None and (place is not None or (ctx.reads_join and not _slices.is_seen(x))):
             _slices.give(grads[0], ctx.next_functions[0][0])
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
 

@@ -6,7 +6,8 @@ gradient: the same numbers twice. `y` carries a note of where it came from, and 
 backward runs the normalising pass once more, which gives `y` again, bit for bit.
 
 Only for the tensor itself: a view, a slice, a concat or a sum has no note and is kept. So is one that was written to.
-A tensor that is read twice, one after the other (`ops.conv_bn_act_train_and_pass`), is computed once for both.
+A tensor that is read twice, one after the other (`ops.conv_bn_act_train_and_pass`), is computed once for both. One that
+somebody else still holds in backward, such as a result of the model, is not computed again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 MODES = ("auto", "low", "fast")
 """What `patch_model(memory=...)` takes."""
@@ -59,13 +61,15 @@ class Source(NamedTuple):
     """Of the tensor when it was made; a later write counts it up."""
     address: int
     """Of its first element; assigning to ``.data`` moves it and leaves the version."""
+    held: Callable[[], Tensor | None]
+    """The tensor, as long as anybody holds it."""
     shared: Shared | None = None
     """Of a tensor that was passed on."""
 
 
 def note(y: Tensor, tensors: tuple[Tensor | None, ...], eps: float, act: int) -> None:
     """Remember on `y` that it is ``act(batch_norm(z))`` of these tensors."""
-    setattr(y, _NOTE, Source(tensors, eps, act, y._version, y.data_ptr()))
+    setattr(y, _NOTE, Source(tensors, eps, act, y._version, y.data_ptr(), TensorWeakRef(y)))
 
 
 def source_of(x: Tensor, mode: str) -> Source | None:
@@ -76,7 +80,11 @@ def source_of(x: Tensor, mode: str) -> Source | None:
     source: Source | None = x.__dict__.get(_NOTE)
     if source is None or x.nbytes < least:
         return None
-    return source if (source.version, source.address) == (x._version, x.data_ptr()) else None
+    return source if _is_unchanged(source, x) else None
+
+
+def _is_unchanged(source: Source, x: Tensor) -> bool:
+    return (source.version, source.address) == (x._version, x.data_ptr())
 
 
 def hand_on(source: Source, views: Sequence[Tensor]) -> None:
@@ -85,10 +93,9 @@ def hand_on(source: Source, views: Sequence[Tensor]) -> None:
         setattr(view, _NOTE, source)
 
 
-def again(
-    op: Callable[..., Any], tensors: tuple[Tensor | None, ...], eps: float, act: int, shared: Shared | None
-) -> Tensor:
-    """The tensor that a `Source` describes. `tensors` are its, as autograd kept them."""
+def again(op: Callable[..., Any], tensors: tuple[Tensor | None, ...], source: Source) -> Tensor:
+    """The tensor that `source`, of which only `tensors` is left out, describes. `tensors` are its, as autograd kept
+    them."""
     if torch.is_grad_enabled():  # create_graph=True: it would hang on nothing
         raise RuntimeError(
             "yolo12_fastconv: gradients of gradients (create_graph=True) need the inputs of all blocks, and some were "
@@ -96,7 +103,10 @@ def again(
         )
 
     def make() -> Tensor:
-        y: Tensor = op(*tensors, eps, act)
+        held = source.held()
+        if held is not None and _is_unchanged(source, held):
+            return held
+        y: Tensor = op(*tensors, source.eps, source.act)
         return y
 
-    return make() if shared is None else shared.take(make)
+    return make() if source.shared is None else source.shared.take(make)

@@ -161,6 +161,21 @@ def check_even(grad_y: Tensor) -> None:
     _require(h % 2 == 0 and w % 2 == 0, lambda: f"grad_y must have even height and width, got {h}x{w}")
 
 
+def check_upsample_sum(grad_y: Tensor, grad_x: Tensor) -> None:
+    """The gradient of a map that was magnified by 2, to be added to another gradient of that map."""
+    check_even(grad_y)
+    n, c, h, w = grad_y.shape
+    _require(
+        tuple(grad_x.shape) == (n, c, h // 2, w // 2)
+        and grad_x.dtype is grad_y.dtype
+        and grad_x.device == grad_y.device,
+        lambda: (
+            f"grad_x must be {(n, c, h // 2, w // 2)} in the dtype and on the device of grad_y, "
+            f"{grad_y.dtype} on {grad_y.device}, got {tuple(grad_x.shape)} in {grad_x.dtype} on {grad_x.device}"
+        ),
+    )
+
+
 def check_detect(
     boxes: list[Tensor], scores: list[Tensor], bin_values: Tensor | None, points: Tensor, steps: Tensor
 ) -> tuple[int, int, int, int]:

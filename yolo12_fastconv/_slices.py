@@ -9,11 +9,19 @@ A slice may be written where nobody else sees it. That is so if it comes straigh
 to another, which gets it alone: the first notes on the tensor for which node it is. A sum that autograd made of it is
 another tensor, without a note, and what another node handed on, perhaps to two, has a note for that one; both are left
 alone. So are gradients with a history (``create_graph=True``): nothing is noted on them. Parts that a hook has seen are
-read by what autograd knows as another function, so that their gradients are sums.
+read by what autograd knows as another function, so that their gradients are sums. Nor is the gradient of a concat whose
+tensor has a hook or retains its gradient (`is_seen`).
+
+Between the layers of a model the order is Ultralytics': a part of a concat is handed to another layer as well, and
+autograd would add the two gradients. There the concat's backward gives its slice to the node of the other reader
+(`Mail`), which adds its own gradient to it, and no gradient to autograd. Only if that is the same sum: both contribute
+to the same result of the same node, and the reader's node is going to run in this backward. If it has run already, the
+slice goes to autograd.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +29,11 @@ import torch
 from torch import Tensor
 
 _NOTE = "_fc_slice"
+_MAIL = "_fc_mail"
+_TAKEN = object()
+
+_task = torch._C._current_graph_task_id
+_will_run = torch._C._will_engine_execute_node
 
 
 class _Slice(NamedTuple):
@@ -69,3 +82,62 @@ def side_by_side(first: Tensor, second: Tensor, node: Any) -> Tensor | None:
     if right.begin != left.begin + width:
         return None
     return left.whole.narrow(1, left.begin, width + second.shape[1])
+
+
+def is_seen(x: Tensor) -> bool:
+    """Whether somebody may hold on to the gradient of `x`."""
+    return bool(x._backward_hooks) or x.retains_grad
+
+
+class Mail:
+    """By which the backward of a concat gives the gradient of a part to the node of another reader of that part, the
+    first one that recorded a gradient."""
+
+    __slots__ = ("_box", "_reader")
+
+    def __init__(self) -> None:
+        self._reader: weakref.ref[Any] | None = None
+        self._box: dict[int, Any] = {}
+        """By backward pass, the gradient, or that the reader has run. `setdefault` is one step for all threads."""
+
+    def post(self, grad: Tensor, edge: tuple[Any, int]) -> bool:
+        """Give `grad`, which else goes along `edge` to autograd. False if it has to: nothing was done."""
+        reader = None if self._reader is None else self._reader()
+        if reader is None or torch.is_grad_enabled():
+            return False
+        if reader.next_functions[0] != edge or not _will_run(reader):
+            return False
+        note = grad.__dict__.get(_NOTE)
+        if note is not None:
+            setattr(grad, _NOTE, note._replace(node=reader))
+        if self._box.setdefault(_task(), grad) is grad:
+            return True
+        if note is not None:
+            setattr(grad, _NOTE, note)
+        return False
+
+    def take(self) -> Tensor | None:
+        """What came for the reader, whose backward this is. Later gradients are refused."""
+        task = _task()
+        grad = self._box.setdefault(task, _TAKEN)
+        self._box[task] = _TAKEN
+        return None if grad is _TAKEN else grad
+
+
+def open_mail(part: Tensor) -> None:
+    """Let a concat that reads `part` give its gradient to another node that reads it."""
+    setattr(part, _MAIL, Mail())
+
+
+def mail_of(part: Tensor) -> Mail | None:
+    """Through which a concat that reads `part` gives its gradient."""
+    return part.__dict__.get(_MAIL)
+
+
+def reads(x: Tensor, node: Any) -> Mail | None:
+    """Through which `node`, whose first differentiable argument is `x`, gets a concat's gradient of it."""
+    mail = mail_of(x)
+    if mail is None or mail._reader is not None:
+        return None
+    mail._reader = weakref.ref(node)
+    return mail

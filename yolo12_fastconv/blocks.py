@@ -34,6 +34,10 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth
 
 
+SEAT = "_fc_seat"
+"""Attribute of a layer that makes a part of a concat further on: see `_places.py`."""
+
+
 class FallbackError(RuntimeError):
     """A patched block would not run on a CUDA kernel of this package, and strict mode is on."""
 
@@ -81,6 +85,9 @@ class FastConv(StockPickle, Conv):
 
     def forward(self, x: Tensor) -> Tensor:
         """``act(bn(conv(x)))``: batch statistics and buffer updates as `torch.nn.BatchNorm2d` would have them."""
+        if SEAT in self.__dict__ and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y: Tensor = self.__dict__[SEAT].fill(self, x)
+            return y
         return _run(self, child(self, "bn"), x)
 
     # The name under which Ultralytics' `fuse()` installs it, and under which it is pickled.
@@ -116,6 +123,13 @@ class FastConv(StockPickle, Conv):
         """
         bn = None if "forward" in self.__dict__ else child(self, "bn")
         return _run(self, bn, x, residual, out, passed)
+
+    def plane(self, x: Tensor) -> tuple[int, int]:
+        """Height and width of the result, if it is of a plain convolution."""
+        conv = child(self, "conv")
+        if type(conv) is not nn.Conv2d or type(conv.padding) is not tuple:
+            return x.shape[2], x.shape[3]
+        return output_plane(conv, conv.weight, x)
 
 
 class FastDWConv(FastConv, DWConv):

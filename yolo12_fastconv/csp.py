@@ -22,6 +22,7 @@ from yolo12_fastconv.blocks import FastConv
 from yolo12_fastconv.fused_block import (
     FusedBlock,
     child,
+    is_at,
     is_watched,
     run,
     run_and_pass,
@@ -71,7 +72,7 @@ class FastC2f(FusedBlock, C2f):
         cv1, cv2, layers = child(self, "cv1"), child(self, "cv2"), child(self, "m")
         buffer, places = _places(x, cv1, cv2, halves=2, more=len(layers))
         y = run(cv1, x, out=places[0])
-        in_place = _is_at(places[0], y)
+        in_place = is_at(places[0], y)
         # Of an odd width, chunks of two widths or one alone.
         parts = list(y.chunk(2, 1) if y.shape[1] % 2 else ops.halves(y))
         in_place = _chain(parts, layers, places[1:]) and in_place
@@ -115,7 +116,7 @@ class FastC3(FusedBlock, C3):
         if x is passed and x.requires_grad and torch.is_grad_enabled():
             # Perhaps somebody has seen it, who may hold on to its gradient: what a concat reads is summed in place.
             x = x.view_as(x)
-        in_place = _is_at(left, first) and _is_at(right, second)
+        in_place = is_at(left, first) and is_at(right, second)
         return run(cv3, _whole(buffer if in_place else None, [first, second]), residual, out), x
 
 
@@ -163,7 +164,7 @@ class FastA2C2f(FusedBlock, A2C2f):
             first = run(cv1, x, out=places[0])
         else:
             first, x = run_and_pass(cv1, x, out=places[0])
-        in_place = _is_at(places[0], first)
+        in_place = is_at(places[0], first)
         parts = [first]
         in_place = _chain(parts, layers, places[1:]) and in_place
         return run(cv2, _whole(buffer if in_place else None, parts), residual, out), x
@@ -175,21 +176,9 @@ def _chain(parts: list[Tensor], layers: Any, places: list[Tensor | None]) -> boo
     in_place = True
     for layer, place in zip(layers, places, strict=True):
         y, parts[-1] = run_and_pass(layer, parts[-1], out=place)
-        in_place = in_place and _is_at(place, y)
+        in_place = in_place and is_at(place, y)
         parts.append(y)
     return in_place
-
-
-def _is_at(place: Tensor | None, y: Tensor) -> bool:
-    """Whether `y` was written to `place`; with autograd it is another tensor there."""
-    return y is place or (
-        place is not None
-        and torch.is_grad_enabled()
-        and y.stride() == place.stride()
-        and y.shape == place.shape
-        and y.dtype is place.dtype
-        and y.data_ptr() == place.data_ptr()
-    )
 
 
 def _whole(buffer: Tensor | None, parts: list[Tensor]) -> Tensor:

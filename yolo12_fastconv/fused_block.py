@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from yolo12_fastconv import _config, blocks, programs
-from yolo12_fastconv.blocks import FallbackError, FastConv, StockPickle
+from yolo12_fastconv.blocks import SEAT, FallbackError, FastConv, StockPickle
 
-__all__ = ["FusedBlock", "child", "is_watched", "run", "run_and_pass", "run_and_pass_twice", "store"]
+__all__ = ["FusedBlock", "child", "is_at", "is_watched", "run", "run_and_pass", "run_and_pass_twice", "store"]
 
 child = blocks.child
 
@@ -56,13 +56,22 @@ class FusedBlock(StockPickle):
         """`run`, and `x` for whatever else reads it: see `ops.conv_bn_act_train_and_pass`."""
         return self.run(x, residual, out), x
 
+    def plane(self, x: Tensor) -> tuple[int, int]:
+        """Height and width of the result."""
+        return x.shape[2], x.shape[3]
+
     def forward(self, x: Tensor) -> Tensor:
         """As the stock class."""
         return programs.call(self, self.run_or_stock, x)
 
     def run_or_stock(self, x: Tensor) -> Tensor:
         """`forward`, op by op."""
-        return self.run(x) if self.fused_now() else self._stock.forward(self, x)
+        if not self.fused_now():
+            return self._stock.forward(self, x)
+        seat = self.__dict__.get(SEAT)
+        if seat is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.run(x)
+        return seat.fill(self, x)
 
     def fused_now(self) -> bool:
         """Whether a call at this moment computes by `run`: not while exporting, since exported graphs shall hold
@@ -142,6 +151,18 @@ def run_and_pass_twice(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`run`, and what two others that read `x` shall read instead."""
     passed = [x, x]
     return run(module, x, passed=passed), passed[0], passed[1]
+
+
+def is_at(place: Tensor | None, y: Tensor) -> bool:
+    """Whether `y` was written to `place`; with autograd it is another tensor there."""
+    return y is place or (
+        place is not None
+        and torch.is_grad_enabled()
+        and y.stride() == place.stride()
+        and y.shape == place.shape
+        and y.dtype is place.dtype
+        and y.data_ptr() == place.data_ptr()
+    )
 
 
 def store(y: Tensor, out: Tensor | None) -> Tensor:

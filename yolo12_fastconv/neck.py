@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolo12_fastconv import _config, blocks, ops
-from yolo12_fastconv.blocks import FAST, STOCK, FallbackError
-from yolo12_fastconv.fused_block import FusedBlock, child, is_watched
+from yolo12_fastconv import _config, _places, blocks, ops
+from yolo12_fastconv.blocks import FallbackError, FastConv
+from yolo12_fastconv.fused_block import FusedBlock, is_watched
 
-from ultralytics.nn.modules.block import A2C2f, C2f, C3k2  # isort: skip  (blocks has checked that)
-from ultralytics.nn.modules.conv import Concat  # isort: skip
+from ultralytics.nn.modules.conv import Concat  # isort: skip  (blocks has checked that)
 
 __all__ = ["FastConcat", "FastUpsample", "link_layers"]
 
@@ -23,6 +22,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 class _MapLayer(FusedBlock):
     """A layer that computes as one op where its inputs allow, and else as stock."""
+
+    only_reads = True
+    """Whether it lets nobody else see its input."""
 
     def forward(self, x: Any) -> Any:
         """As the stock class."""
@@ -39,14 +41,15 @@ class _MapLayer(FusedBlock):
                 raise FallbackError(
                     f"yolo12_fastconv strict mode: {name} does not run on a CUDA kernel: {kernel}"
                 )
-        y = self.compute(x) if reason is None else self._stock.forward(self, x)
+        y = self.compute(x, out) if reason is None else self._stock.forward(self, x)
         return y if residual is None else residual + y
 
     def input_problem(self, x: Any) -> str | None:
         """Why a call with `x` computes as stock; None if the op does."""
         raise NotImplementedError
 
-    def compute(self, x: Any) -> Tensor:
+    def compute(self, x: Any, out: Tensor | None = None) -> Tensor:
+        """The result, in `out` if that can be; asked with gradients alone."""
         raise NotImplementedError
 
 
@@ -69,7 +72,7 @@ class FastUpsample(_MapLayer, nn.Upsample):
     the numbers are the same, and so are the gradients, in half the memory. `link_layers` says where to look.
 
     In inference, a result whose like was the first part of a concat before is written to the first channels of a wider
-    tensor, of which the concat then has to write the others alone.
+    tensor, of which the concat then has to write the others alone. In training: `_places.py`.
     """
 
     _stock = nn.Upsample
@@ -93,14 +96,19 @@ class FastUpsample(_MapLayer, nn.Upsample):
     def input_problem(self, x: Any) -> str | None:
         return blocks.map_reason(x)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def plane(self, x: Tensor) -> tuple[int, int]:
+        """Height and width of the result."""
+        return 2 * x.shape[2], 2 * x.shape[3]
+
+    def compute(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         dtype = x.dtype
         if x.is_cuda and dtype in _HALF and torch.is_autocast_enabled("cuda"):
             rounded = dtype is torch.get_autocast_dtype("cuda") and self.training and torch.is_grad_enabled()
             if not (rounded and _all_readers_round(self)):
                 dtype = torch.float32
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
-            return ops.concat_channels([x], [2], dtype)
+            fits = out is not None and out.dtype is dtype and out.shape[:2] == x.shape[:2]
+            return ops.upsample_nearest(x, dtype, out if fits else None)
         # How many channels came behind the last result. Without them, or with others by now, nothing is lost but time.
         more = self.__dict__.get("_fc_more", 0)
         buffer = None
@@ -149,7 +157,19 @@ class FastConcat(_MapLayer, Concat):
                 return f"the maps are {first.dtype} and {t.dtype}"
         return None
 
-    def compute(self, x: Sequence[Tensor]) -> Tensor:
+    def compute(self, x: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        link = self.__dict__.get(_places.LINK)
+        if (
+            link is not None
+            and torch.is_grad_enabled()
+            and self.training
+            and not torch.compiler.is_compiling()
+        ):
+            y: Tensor | None = link.join(self, x)
+            if y is None:
+                y = ops.concat_channels(x)
+                link.remember(x, y)
+            return y
         room = getattr(x[0], "_fc_room", None)
         if room is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
             return ops.concat_channels(x)
@@ -167,7 +187,7 @@ class FastConcat(_MapLayer, Concat):
 
 def link_layers(network: nn.Module) -> None:
     """Tell the `FastUpsample` layers of a task model which sequence of layers they are in: its `model`, in which each
-    layer `i` reads the layers `f`.
+    layer `i` reads the layers `f`. And tell all which concats they are parts of.
 
     The sequence is looked at anew at every call, and only believed where it holds the layer in its place. A copy of a
     model is not linked before it is patched, and then computes in stock's dtype.
@@ -177,6 +197,11 @@ def link_layers(network: nn.Module) -> None:
         for layer in layers:
             if type(layer) is FastUpsample:
                 layer.__dict__["_fc_layers"] = weakref.ref(layers)
+        _places.link(
+            layers,
+            lambda layer: type(layer) is FastConcat,
+            lambda layer: isinstance(layer, FastConv | FusedBlock) and type(layer) is not FastConcat,
+        )
 
 
 def _all_readers_round(layer: Any) -> bool:
@@ -193,34 +218,18 @@ def _all_readers_round(layer: Any) -> bool:
     waiting.append(place)
     while waiting:
         place = waiting.pop()
-        readers = 0
-        for i in range(place + 1, len(layers)):
-            sources = layers[i].f if isinstance(layers[i].f, list) else [layers[i].f]
-            if min(sources) < -1:
-                return False
-            if place not in sources and (place != i - 1 or -1 not in sources):
-                continue
-            readers += 1
-            if type(layers[i]) in (Concat, FastConcat) and not is_watched(layers[i]):
-                waiting.append(i)
-            elif not _rounds_first(layers[i]):
-                return False
-        if readers == 0:
+        readers = list(_places.readers_of(layers, place))
+        if not readers:
             return False
+        for reader in readers:
+            if type(reader) in (Concat, FastConcat) and not is_watched(reader):
+                waiting.append(layers.index(reader))
+            elif reader is None or not _rounds_first(reader):
+                return False
     return True
 
 
 def _rounds_first(layer: Any) -> bool:
-    """Whether all that a layer does with its input is a convolution."""
-    if is_watched(layer):
-        return False
-    if isinstance(layer, A2C2f | C2f | C3k2):
-        stock = getattr(type(layer), "_stock", type(layer))
-        if stock not in (A2C2f, C2f, C3k2) or getattr(layer, "gamma", None) is not None:
-            return False
-        layer = child(layer, "cv1")
-    if type(layer) not in FAST and type(layer) not in STOCK:
-        return False
-    conv = child(layer, "conv")
-    plain = type(conv) is nn.Conv2d and not is_watched(conv) and not is_watched(layer)
-    return plain and conv.padding_mode == "zeros" and conv.weight.dtype is not torch.float64
+    """Whether all that a layer does with its input is a convolution, which rounds it to autocast's type."""
+    conv = _places.first_convolution(layer)
+    return conv is not None and conv.weight.dtype is not torch.float64

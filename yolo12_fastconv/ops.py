@@ -30,6 +30,7 @@ from yolo12_fastconv._shapes import (
     check_out,
     check_residual,
     check_statistics,
+    check_upsample_sum,
     output_size,
 )
 from yolo12_fastconv.reference import ACTIVATIONS
@@ -127,6 +128,8 @@ SCHEMAS = {
     "concat_channels": "(Tensor[] tensors, SymInt[] scales, ScalarType dtype) -> Tensor",
     "concat_channels_out": "(Tensor[] tensors, SymInt[] scales, Tensor(a!) out) -> ()",
     "upsample_nearest_backward": "(Tensor grad_y) -> Tensor",
+    # The same, added to `grad_x` in place.
+    "upsample_nearest_backward_": "(Tensor grad_y, Tensor(a!) grad_x) -> ()",
     "detect_decode": (
         "(Tensor[] boxes, Tensor[] scores, Tensor? bin_values, Tensor points, Tensor steps, bool xywh)"
         " -> (Tensor y, Tensor all_boxes, Tensor all_scores)"
@@ -580,6 +583,29 @@ def concat_channels_out(tensors: Sequence[Tensor], scales: Sequence[int] | None,
     op(list(tensors), [1] * len(tensors) if scales is None else list(scales), out)
 
 
+def upsample_nearest(x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """`torch.nn.Upsample` with ``scale_factor=2`` and ``mode="nearest"``.
+
+    Args:
+        x: (N, C, H, W), float16, bfloat16, float32 or float64, of any strides; NHWC and channel slices of NHWC are read
+            in place.
+        dtype: of the result; None means that of `x`.
+        out: (N, C, 2 H, 2 W) in `dtype`, where to write the result: a channel slice of a larger tensor, which is nobody
+            else's until then and has no history. Not while compiling.
+
+    Returns:
+        y: (N, C, 2 H, 2 W), laid out as by `concat_channels`; with `out` a tensor of its own that has its memory.
+        Differentiable at any order; the gradient is summed in float32 (float64 for float64), in one order.
+
+    Raises:
+        RuntimeError: `x` is no map; `out` of another size or device; the message names it.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if torch.compiler.is_compiling():
+        return _ops.concat_channels.default([x], [2], dtype)
+    return _autograd.upsample_nearest(x, dtype, out)
+
+
 def join_channels(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """The concatenation of `parts` along their channels without a copy: they lie in `buffer` one behind the other.
 
@@ -829,6 +855,11 @@ def _(grad_y):
     return _aten_maps.upsample_nearest_backward(grad_y)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::upsample_nearest_backward_", lib=_lib)
+def _(grad_y, grad_x):
+    check_upsample_sum(grad_y, grad_x)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::run_program", lib=_lib)
 def _(inputs, constants, program, outputs, dtype, allow_tf32):
     return [
@@ -889,6 +920,7 @@ for _name in (
     "concat_channels",
     "concat_channels_out",
     "upsample_nearest_backward",
+    "upsample_nearest_backward_",
     "detect_decode",
     "run_program",
     "area_attention",

@@ -31,13 +31,16 @@ struct ConcatArgs {
 void concat_channels(const ConcatArgs& args, cudaStream_t stream);
 
 // grad_x[n, c, h, w] = sum of the 2x2 pixels of grad_y that nearest-neighbour upsampling made of it, added as
-// (top left + top right) + (bottom left + bottom right), in float (double for double).
+// (top left + top right) + (bottom left + bottom right), in float (double for double). With `adds` the sum, rounded, is added
+// to what grad_x holds.
 struct UpsampleBackwardArgs {
   const void* grad_y;  // (N, 2 H, 2 W) pixels
   int64_t grad_y_stride;  // elements from pixel to pixel
-  void* grad_x;  // (N, H, W, C), dense
+  void* grad_x;  // (N, H, W) pixels
+  int64_t grad_x_stride;  // likewise
   int64_t batch;
   int channels, h, w;
+  bool adds;
 };
 
 // kernels/concat.cu

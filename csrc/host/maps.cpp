@@ -101,27 +101,57 @@ void concat_channels_out(std::vector<Tensor> tensors, std::vector<int64_t> scale
   }
 }
 
-Tensor upsample_nearest_backward(Tensor grad_y) {
+namespace {
+
+void check_magnified(const Tensor& grad_y) {
   check_map(grad_y, "grad_y", grad_y);
-  const torch::stable::accelerator::DeviceGuard guard(grad_y.get_device_index());
   if (grad_y.size(2) % 2 != 0 || grad_y.size(3) % 2 != 0) {
     fail("grad_y must have even height and width, got ", grad_y.size(2), "x", grad_y.size(3));
   }
+}
+
+// `grad_x` is a row matrix.
+void sum_magnified(const Tensor& grad_y, const Tensor& grad_x, bool adds) {
+  if (grad_x.numel() == 0) return;
   const DType type = dtype_of(grad_y.scalar_type());
   const cudaStream_t stream = current_stream(grad_y);
-  UpsampleBackwardArgs args;
-  args.batch = grad_y.size(0);
-  args.channels = static_cast<int>(grad_y.size(1));
-  args.h = static_cast<int>(grad_y.size(2) / 2);
-  args.w = static_cast<int>(grad_y.size(3) / 2);
-  Tensor grad_x = empty_channels_last(grad_y, args.batch, args.channels, args.h, args.w, type);
-  if (grad_x.numel() == 0) return grad_x;
   const Tensor rows = as_row_matrix(grad_y, type, stream);
+  UpsampleBackwardArgs args;
   args.grad_y = rows.const_data_ptr();
   args.grad_y_stride = row_stride(rows);
   args.grad_x = grad_x.mutable_data_ptr();
+  args.grad_x_stride = row_stride(grad_x);
+  args.batch = grad_x.size(0);
+  args.channels = static_cast<int>(grad_x.size(1));
+  args.h = static_cast<int>(grad_x.size(2));
+  args.w = static_cast<int>(grad_x.size(3));
+  args.adds = adds;
   upsample_nearest_backward(args, type, stream);
+}
+
+}  // namespace
+
+Tensor upsample_nearest_backward(Tensor grad_y) {
+  check_magnified(grad_y);
+  const torch::stable::accelerator::DeviceGuard guard(grad_y.get_device_index());
+  Tensor grad_x = empty_channels_last(grad_y, grad_y.size(0), grad_y.size(1), grad_y.size(2) / 2, grad_y.size(3) / 2,
+                                      dtype_of(grad_y.scalar_type()));
+  sum_magnified(grad_y, grad_x, false);
   return grad_x;
+}
+
+void upsample_nearest_backward_(Tensor grad_y, Tensor grad_x) {
+  check_magnified(grad_y);
+  check_map(grad_x, "grad_x", grad_y);
+  const int64_t n = grad_y.size(0), c = grad_y.size(1), h = grad_y.size(2) / 2, w = grad_y.size(3) / 2;
+  if (grad_x.size(0) != n || grad_x.size(1) != c || grad_x.size(2) != h || grad_x.size(3) != w ||
+      grad_x.scalar_type() != grad_y.scalar_type()) {
+    fail("grad_x must be ", n, "x", c, "x", h, "x", w, " in the dtype of grad_y");
+  }
+  const torch::stable::accelerator::DeviceGuard guard(grad_y.get_device_index());
+  const Tensor rows = as_row_matrix(grad_x, dtype_of(grad_y.scalar_type()), current_stream(grad_y));
+  sum_magnified(grad_y, rows, true);
+  if (!is_row_matrix(grad_x)) torch::stable::copy_(grad_x, rows);
 }
 
 std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,

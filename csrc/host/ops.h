@@ -81,6 +81,8 @@ void concat_channels_out(std::vector<Tensor> tensors, std::vector<int64_t> scale
 
 Tensor upsample_nearest_backward(Tensor grad_y);
 
+void upsample_nearest_backward_(Tensor grad_y, Tensor grad_x);
+
 std::tuple<Tensor, Tensor, Tensor> detect_decode(std::vector<Tensor> boxes, std::vector<Tensor> scores,
                                                  OptionalTensor bin_values, Tensor points, Tensor steps, bool xywh);
 

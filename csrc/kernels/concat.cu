@@ -135,7 +135,7 @@ struct UpsampleBackwardPlan {
   int groups;  // per pixel
 };
 
-template <class T, int kLanes>
+template <class T, int kLanes, bool kAdds>
 __global__ __launch_bounds__(kThreads) void upsample_backward_kernel(
     const __grid_constant__ UpsampleBackwardPlan plan) {
   using Acc = Accumulator<T>;
@@ -155,12 +155,24 @@ __global__ __launch_bounds__(kThreads) void upsample_backward_kernel(
   const Lanes<T, kLanes> from[4] = {load_lanes<kLanes>(corner), load_lanes<kLanes>(corner + a.grad_y_stride),
                                     load_lanes<kLanes>(corner + down),
                                     load_lanes<kLanes>(corner + down + a.grad_y_stride)};
+  T* to = static_cast<T*>(a.grad_x) + pixel * a.grad_x_stride + channel;
+  Lanes<T, kLanes> held;
+  if constexpr (kAdds) held = load_lanes<kLanes>(to);
   Acc part[4][kLanes], sum[kLanes];
 #pragma unroll
   for (int i = 0; i < 4; ++i) widen<T, kLanes>(from[i], part[i]);
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) sum[i] = (part[0][i] + part[1][i]) + (part[2][i] + part[3][i]);
-  store_lanes<T, kLanes>(static_cast<T*>(a.grad_x) + int64_t(pixel) * a.channels + channel, narrow<T, kLanes>(sum));
+  Lanes<T, kLanes> total = narrow<T, kLanes>(sum);
+  if constexpr (kAdds) {
+    // Rounded twice, as a sum behind the gradient would be.
+    widen<T, kLanes>(total, sum);
+    widen<T, kLanes>(held, part[0]);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) sum[i] += part[0][i];
+    total = narrow<T, kLanes>(sum);
+  }
+  store_lanes<T, kLanes>(to, total);
 }
 
 template <class T, int kLanes>
@@ -172,8 +184,14 @@ void launch_upsample_backward(const UpsampleBackwardArgs& args, cudaStream_t str
   const int64_t blocks = ceil_div<int64_t>(plan.items, kThreads);
   if (blocks > INT_MAX) fail("upsample_nearest_backward: ", blocks, " blocks are too many; split the batch");
   if (blocks == 0) return;
-  launch_dependent<upsample_backward_kernel<T, kLanes>>("upsample_nearest_backward", static_cast<unsigned>(blocks),
-                                                        kThreads, 0, stream, plan);
+  const auto grid = static_cast<unsigned>(blocks);
+  if (args.adds) {
+    launch_dependent<upsample_backward_kernel<T, kLanes, true>>("upsample_nearest_backward_", grid, kThreads, 0, stream,
+                                                                plan);
+  } else {
+    launch_dependent<upsample_backward_kernel<T, kLanes, false>>("upsample_nearest_backward", grid, kThreads, 0, stream,
+                                                                 plan);
+  }
 }
 
 }  // namespace
@@ -192,8 +210,8 @@ void upsample_nearest_backward(const UpsampleBackwardArgs& args, DType dtype, cu
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = kLanesOf16Bytes<T>;
-    const bool wide = args.channels % kLanes == 0 && args.grad_y_stride % kLanes == 0 && is_aligned(args.grad_y, 16) &&
-                      is_aligned(args.grad_x, 16);
+    const bool wide = args.channels % kLanes == 0 && args.grad_y_stride % kLanes == 0 &&
+                      args.grad_x_stride % kLanes == 0 && is_aligned(args.grad_y, 16) && is_aligned(args.grad_x, 16);
     wide ? launch_upsample_backward<T, kLanes>(args, stream) : launch_upsample_backward<T, 1>(args, stream);
   });
 }
