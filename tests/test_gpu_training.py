@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ class Run:
         self.yolo.train(data=str(data), **options)
 
     def _watch(self, trainer: Any) -> None:
-        network = unwrap_model(trainer.model)
-        network.register_forward_pre_hook(self._size)
+        stock = trainer.preprocess_batch
 
-    def _size(self, network: Any, arguments: tuple[Any, ...]) -> None:
-        if isinstance(arguments[0], dict):
-            self.sizes.append(arguments[0]["img"].shape)
+        def preprocess(batch: dict[str, Any]) -> dict[str, Any]:
+            batch = stock(batch)
+            self.sizes.append(batch["img"].shape)
+            return batch
+
+        trainer.preprocess_batch = preprocess
 
     def _count(self, trainer: Any) -> None:
         graphs = vars(unwrap_model(trainer.model)).get("_fc_graphs")
@@ -131,17 +134,21 @@ def test_rectangles(cuda, tmp_path):
 
 
 def test_resumed(cuda, data, tmp_path):
-    first = Run(tmp_path / "first", data, "yolo12n.yaml", True)
+    first = Run(tmp_path / "first", data, "yolo12n.yaml", True, epochs=3)
     resumed = []
     for graph in (True, False):
         folder = tmp_path / str(graph)
         folder.mkdir()
-        yolo = patch_model(YOLO(first.yolo.trainer.last.parent.parent.parent / "interrupted.pt"), cuda_graph=graph)
+        file = folder / "interrupted.pt"
+        shutil.copy(first.seen.keep, file)
+        yolo = patch_model(YOLO(file), cuda_graph=graph)
         seen = Recorder(yolo)
-        yolo.train(resume=True, device="0", save_dir=str(folder))
+        yolo.train(
+            resume=True, save_dir=str(folder), data=str(data), val=False, plots=False, workers=0, device="0"
+        )
         resumed.append(seen)
     assert resumed[0].losses == resumed[1].losses
-    assert len(resumed[0].losses) == 4  # the second epoch
+    assert len(resumed[0].losses) == 8  # the second and the third epoch
     assert all(torch.equal(resumed[0].final[key], value) for key, value in resumed[1].final.items())
 
 
