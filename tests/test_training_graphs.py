@@ -232,6 +232,19 @@ def test_detection_with_its_loss(yolo12n):
     assert counts(ours) == {"eager calls": 2, "captures": 1, "replays": 3}
 
 
+@pytest.mark.parametrize("cfg", sorted(set(test_graphs.TASKS) - {"yolo12n.yaml"}))
+def test_networks_of_other_tasks(cfg):
+    """Nested outputs: dictionaries, masks' prototypes, key points, angles."""
+    model = graphed(support.build(cfg).requires_grad_())
+    stock = twin_of(model)
+    for number in range(4):
+        ours, theirs = (step(net, pictures(number, 2, 3, 64, 64)) for net in (model, stock))
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert_equal(model, stock)
+    assert counts(model) == {"eager calls": 2, "captures": 1, "replays": 2}
+
+
 def test_outputs_and_gradients_are_the_callers(tiny):
     model = graphed(tiny)
     warm(model)
