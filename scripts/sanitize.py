@@ -46,11 +46,12 @@ def verdict(output: str, status: int) -> tuple[bool, str]:
 def run_tool(tool: str, only: str, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cases"
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", "--show-backtrace", "no"]
         if tool != "initcheck":
             command += ["--kernel-name", OURS]
         command += [sys.executable, str(CASES), "--only", only, "--log", str(log)]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": _path()}
+        environment["TORCH_SHOW_CPP_STACKTRACES"] = "0"
         started = time.monotonic()
         try:
             done = subprocess.run(
@@ -65,7 +66,7 @@ def run_tool(tool: str, only: str, limit: float) -> dict[str, Any]:
         names = log.read_text().splitlines() if log.exists() else []
     clean, summary = verdict(output, status)
     if not clean:
-        print(output[-12000:])
+        print(output if len(output) < 16000 else output[:8000] + "\n...\n" + output[-8000:])
         print(f"last {names[-1] if names else 'case: none'}, the {len(names)}th")
     print(f"{tool}: {'clean' if clean else 'FAILED'}, {len(names)} cases, {seconds} s: {summary}", flush=True)
     return {"tool": tool, "clean": clean, "cases": len(names), "summary": summary, "seconds": seconds}

@@ -193,6 +193,15 @@ def maps(dtype: torch.dtype, layout: str) -> None:
         finite(*ops.detect_decode(boxes, scores, values, points, steps))
 
 
+def running_statistics() -> None:
+    from yolo12_fastconv import ops
+
+    mean, var, batch_mean = ((torch.rand(72) + 0.5).to(CUDA) for _ in range(3))
+    batches = torch.tensor(0).to(CUDA)
+    ops.update_running_stats_(mean, var, batches, batch_mean, batch_mean, 0.03, 200)
+    finite(mean, var)
+
+
 def network(training: bool) -> None:
     """A whole YOLO12n: the programs of its blocks in inference, a step under autocast in training."""
     from ultralytics import YOLO
@@ -318,6 +327,8 @@ def all_cases() -> Iterator[Case]:
             yield f"attention 20x20 area 4 {short}", run(attention, (20, 20), 4, 4, dtype, batch=2)
             yield f"attention 11x19 {short}", run(attention, (11, 19), 3, 1, dtype)
             yield f"attention 20x34 {short}", run(attention, (20, 34), 1, 1, dtype)
+            for size in ((8, 8), (13, 16), (20, 20)):  # enough of them for the kernel for wgmma
+                yield f"attention {size} of 48 heads {short}", run(attention, size, 4, 1, dtype, batch=12)
             yield f"attention 64 channels {short}", run(attention, (10, 12), 2, 1, dtype, channels=64)
     yield from tiles()
     yield from weight_gradient_tiles()
@@ -336,6 +347,7 @@ def all_cases() -> Iterator[Case]:
                 yield f"train depthwise {r} {c} {short}", lambda v=conv, d=dtype: train(v, d)
         yield f"depthwise 3/2 {short}", lambda d=dtype: train(Conv(1, 32, 9, 11, 32, 3, 2, 32), d)
         yield f"grouped {short}", lambda d=dtype: train(Conv(1, 64, 9, 11, 64, 3, 1, 8), d)
+        yield f"grouped by two {short}", lambda d=dtype: train(Conv(1, 64, 9, 11, 64, 3, 1, 32), d)
         for begin, more in ((8, False), (3, True), (8, True)):
             for what in ("1x1", "3x3", "odd"):
                 name = f"sum in place {what} {begin} {more} {short}"
@@ -375,6 +387,7 @@ def all_cases() -> Iterator[Case]:
         yield f"maps {dtype}", lambda d=dtype: maps(d, "nhwc")
     for size, area in (((20, 20), 1), ((20, 20), 4), ((11, 19), 1)):
         yield f"attention {size} {area} float32", lambda s=size, a=area: attention(s, 2, a, FLOAT)
+    yield "running statistics", running_statistics
     yield "network in inference", lambda: network(False)
     yield "network in training", lambda: network(True)
 
