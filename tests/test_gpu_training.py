@@ -173,8 +173,8 @@ def test_compiled(cuda, data, tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def no_memory():
-    """All of the device's memory that the allocator may have is taken, down to pieces of a few hundred bytes."""
+def no_memory(left: int = 0):
+    """All memory that the allocator holds is taken, down to pieces of a few hundred bytes, and it gets `left` bytes."""
     taken = []
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -184,14 +184,17 @@ def no_memory():
             with contextlib.suppress(torch.OutOfMemoryError):
                 while True:
                     taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + left) / total)
         yield
     finally:
         taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.parametrize("left", [0, 4 << 20], ids=["at once", "on the way"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_out_of_memory_in_a_capture(cuda, trained, phase, monkeypatch, log):
+def test_out_of_memory_in_a_capture(cuda, trained, phase, left, monkeypatch, log):
     """Training goes on without a graph, from the same step, and the memory of the failed capture is given back."""
     ours, plain = trained
     record = _graph_capture.CudaBackend._record
@@ -201,7 +204,7 @@ def test_out_of_memory_in_a_capture(cuda, trained, phase, monkeypatch, log):
         calls.append(1)
         if len(calls) != (1 if phase == "forward" else 2):
             return record(self, pool, function)
-        with no_memory():
+        with no_memory(left):
             return record(self, pool, function)
 
     monkeypatch.setattr(_graph_capture.CudaBackend, "_record", fail)
@@ -266,7 +269,7 @@ def test_out_of_memory_in_the_first_epoch(cuda, data, tmp_path):
     assert trainer_batches[:5] == [4, 4, 4, 4, 2] and trainer_batches[-1] == 2
     assert reserved[1] is True, "the graph was kept"
     assert len(seen.losses) == 3 + 8 + 8 and all(torch.isfinite(torch.tensor(seen.losses)))
-    assert counts["captures"] == 2 and counts["replays"] >= 2 + 14, counts
+    assert counts["captures"] == 2 and counts["replays"] >= 1 + 14, counts
 
 
 @pytest.mark.parametrize("scale", ["n"])
