@@ -260,9 +260,7 @@ def _sanitizer_text(found: dict[str, Any]) -> str:
         if any(tool["clean"] is clean for tool in tools)
     ]
     kernels = "every kernel" if found["all_kernels"] else "not every kernel"
-    return (
-        f"compute-sanitizer over {min(tool['cases'] for tool in tools)} cases, with {kernels}: {', '.join(words)}."
-    )
+    return f"compute-sanitizer over {min(tool['cases'] for tool in tools)} cases, with {kernels}: {', '.join(words)}."
 
 
 def _layers_part(path: Path, record: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every CUDA kernel of the library once or more, on small shapes: what scripts/sanitize.py runs under compute-sanitizer.
+"""Every CUDA kernel of the library on small shapes: what scripts/sanitize.py runs under compute-sanitizer.
 
     scripts/sanitize_cases.py [--only WORD] [--kernels]      needs a GPU
 
@@ -24,7 +24,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = "cuda"
-KERNEL, TARGET, GRADIENTS, WGRAD = (f"YOLO12_FASTCONV_{n}" for n in ("KERNEL", "TARGET", "GRADIENTS", "WGRAD"))
+KERNEL, TARGET, GRADIENTS, WGRAD = (
+    f"YOLO12_FASTCONV_{n}" for n in ("KERNEL", "TARGET", "GRADIENTS", "WGRAD")
+)
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -121,14 +123,23 @@ def forward(conv: Conv, dtype: torch.dtype, layout: str = "nhwc", residual: str 
 def into_slice(conv: Conv, dtype: torch.dtype) -> None:
     from yolo12_fastconv import ops
 
-    x, weight, out = tensor(*conv.size, dtype=dtype), conv.weight(dtype), tensor(*conv.y_size, dtype=dtype, layout="slice")
+    x, weight, out = (
+        tensor(*conv.size, dtype=dtype),
+        conv.weight(dtype),
+        tensor(*conv.y_size, dtype=dtype, layout="slice"),
+    )
     with torch.no_grad():
         ops.conv_bn_act_out(x, weight, out, None, batch_norm(conv.y_size[1]), None, *conv.geometry())
     finite(out)
 
 
 def train(
-    conv: Conv, dtype: torch.dtype, layout: str = "nhwc", residual: bool = False, x_dtype: Any = None, grad_x: bool = True
+    conv: Conv,
+    dtype: torch.dtype,
+    layout: str = "nhwc",
+    residual: bool = False,
+    x_dtype: Any = None,
+    grad_x: bool = True,
 ) -> None:
     """Forward with running statistics, and backward, as autocast makes them: weights and batch norm in float32."""
     from yolo12_fastconv import ops
@@ -139,7 +150,10 @@ def train(
     k = conv.y_size[1]
     gamma, beta = ((torch.rand(k, dtype=exact) + 0.5).to(CUDA).requires_grad_() for _ in range(2))
     running = ops.RunningStats(
-        torch.zeros(k, dtype=exact).to(CUDA), torch.ones(k, dtype=exact).to(CUDA), torch.tensor(0).to(CUDA), 0.03
+        torch.zeros(k, dtype=exact).to(CUDA),
+        torch.ones(k, dtype=exact).to(CUDA),
+        torch.tensor(0).to(CUDA),
+        0.03,
     )
     added = tensor(*conv.y_size, dtype=dtype) if residual else None
     with torch.autocast(CUDA, dtype if dtype in (HALF, BF16) else HALF, enabled=dtype in (HALF, BF16)):
@@ -162,13 +176,30 @@ def gradients_in_place(conv: Conv, dtype: torch.dtype, begin: int, more: bool) -
     _, z, mean, var = ops.conv_bn_act_train.default(x, *arguments)
     buffer = tensor(n, c + 16, h, w, dtype=dtype)
     mask = [True, True, False, True, True]
-    call = (tensor(*conv.y_size, dtype=dtype), x, weight, None, z, mean, var, gamma, beta, 1e-3, *geometry, 1, dtype, False)
+    call = (
+        tensor(*conv.y_size, dtype=dtype),
+        x,
+        weight,
+        None,
+        z,
+        mean,
+        var,
+        gamma,
+        beta,
+        1e-3,
+        *geometry,
+        1,
+        dtype,
+        False,
+    )
     added = tensor(*conv.size, dtype=dtype) if more else None
     made = ops.conv_bn_act_train_backward_.default(*call, mask, None, buffer[:, begin : begin + c], added)
     finite(buffer, *made)
 
 
-def attention(size: tuple[int, int], heads: int, area: int, dtype: torch.dtype, channels: int = 32, batch: int = 1) -> None:
+def attention(
+    size: tuple[int, int], heads: int, area: int, dtype: torch.dtype, channels: int = 32, batch: int = 1
+) -> None:
     from yolo12_fastconv import ops
 
     qkv = tensor(batch, 3 * heads * channels, *size, dtype=dtype).requires_grad_()
@@ -181,7 +212,10 @@ def maps(dtype: torch.dtype, layout: str) -> None:
     """Concat with upsampling and its gradient; decoding of a head's maps."""
     from yolo12_fastconv import ops
 
-    parts = [tensor(2, c, 8 // s, 12 // s, dtype=dtype, layout=layout).requires_grad_() for c, s in ((16, 2), (13, 1), (8, 1))]
+    parts = [
+        tensor(2, c, 8 // s, 12 // s, dtype=dtype, layout=layout).requires_grad_()
+        for c, s in ((16, 2), (13, 1), (8, 1))
+    ]
     y = ops.concat_channels(parts, [2, 1, 1])
     finite(y, *torch.autograd.grad(y, parts, tensor(*y.shape, dtype=dtype)))
     sizes = ((6, 8), (3, 4), (1, 13))
@@ -259,7 +293,9 @@ def tiles() -> Iterator[Case]:
                     seen.add(key)
                     residual = ("", "slice", "odd", "nhwc")[len(seen) % 4]
 
-                    def run(conv: Conv = conv, name: str = name, residual: str = residual, target: str = target) -> None:
+                    def run(
+                        conv: Conv = conv, name: str = name, residual: str = residual, target: str = target
+                    ) -> None:
                         with environment(**{TARGET: target, KERNEL: name}):
                             forward(conv, HALF, "slice" if conv.size[1] % 8 == 0 else "nhwc", residual)
 
@@ -310,7 +346,9 @@ def all_cases() -> Iterator[Case]:
         for dtype in (HALF, BF16):
             short = f"{target} {str(dtype)[6:]}"
 
-            def run(function: Callable[..., None], *args: Any, target: str = target, **kw: Any) -> Callable[[], None]:
+            def run(
+                function: Callable[..., None], *args: Any, target: str = target, **kw: Any
+            ) -> Callable[[], None]:
                 def call() -> None:
                     with environment(**{TARGET: target, GRADIENTS: "own"}):
                         function(*args, **kw)
@@ -337,8 +375,14 @@ def all_cases() -> Iterator[Case]:
             stem = Conv(2, 3, 64, 40, k, 3, 2)
             yield f"stem {k} {short}", lambda c=stem, d=dtype: forward(c, d, "nchw")
             yield f"train stem {k} {short}", lambda c=stem, d=dtype: train(c, d, "nchw", False, FLOAT, False)
-        yield f"train stem nhwc {short}", lambda d=dtype: train(Conv(2, 3, 33, 31, 16, 3, 2), d, "nhwc", False, FLOAT, False)
-        yield f"train stem with gradient {short}", lambda d=dtype: train(Conv(2, 3, 32, 31, 16, 3, 2), d, "nchw")
+        yield (
+            f"train stem nhwc {short}",
+            lambda d=dtype: train(Conv(2, 3, 33, 31, 16, 3, 2), d, "nhwc", False, FLOAT, False),
+        )
+        yield (
+            f"train stem with gradient {short}",
+            lambda d=dtype: train(Conv(2, 3, 32, 31, 16, 3, 2), d, "nchw"),
+        )
         for r in (3, 5, 7):
             for c in (64, 72, 24):
                 conv = Conv(2, c, 13, 21, c, r, 1, c)
@@ -416,7 +460,9 @@ def run(only: str, log: Any, skip: tuple[str, ...] = ()) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
     parser.add_argument("--skip", default="", metavar="WORD,WORD", help="no cases whose names contain one")
     parser.add_argument("--kernels", action="store_true", help="fail if a kernel was never launched")
@@ -424,7 +470,7 @@ def main() -> int:
     arguments = parser.parse_args()
     skip = tuple(filter(None, arguments.skip.split(",")))
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(arguments.log.open("w")) if arguments.log else open(os.devnull, "w")
+        log = stack.enter_context((arguments.log or Path(os.devnull)).open("w"))
         if not arguments.kernels:
             print(f"{run(arguments.only, log, skip)} cases ran")
             return 0

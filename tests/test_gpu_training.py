@@ -258,11 +258,14 @@ def test_out_of_memory_in_the_first_epoch(cuda, data, tmp_path):
     seen = Recorder(yolo)
     counts = {}
     yolo.add_callback(
-        "on_train_end", lambda trainer: counts.update(vars(unwrap_model(trainer.model))["_fc_graphs"].training.counts)
+        "on_train_end",
+        lambda trainer: counts.update(vars(unwrap_model(trainer.model))["_fc_graphs"].training.counts),
     )
     try:
         yolo.train(
-            data=str(data), **{**SETTINGS, "device": "0", "amp": True, "epochs": 2, "imgsz": 128}, project=str(tmp_path)
+            data=str(data),
+            **{**SETTINGS, "device": "0", "amp": True, "epochs": 2, "imgsz": 128},
+            project=str(tmp_path),
         )
     finally:
         full.close()
@@ -298,4 +301,6 @@ def test_batch_size_by_memory(cuda, scale):
     assert training.counts["replays"] == 3 and not training.failures, training.describe()
     used = torch.cuda.max_memory_reserved() / 2**30
     free = torch.cuda.mem_get_info()[0] / 2**30
-    assert used <= 4 * 1.5, f"{used:.2f} GiB for a batch of {found[0]} that 4 GiB were meant for ({free:.1f} free)"
+    assert used <= 4 * 1.5, (
+        f"{used:.2f} GiB for a batch of {found[0]} that 4 GiB were meant for ({free:.1f} free)"
+    )

@@ -72,8 +72,8 @@ def pair(model: Any, cuda: torch.device, dtype: torch.dtype, graph: bool = False
 
 
 def check(ours: Any, stock: Any, x: torch.Tensor, precision: str, **options: Any) -> int:
-    """Detections of both, compared one to one; how many stock has. In bfloat16, whose coordinates have steps of 4 pixels
-    from 512 on, NMS may keep other boxes of several good ones: most are the same."""
+    """Detections of both, compared one to one; how many stock has. In bfloat16, whose coordinates have steps of 4
+    pixels from 512 on, NMS may keep other boxes of several good ones: most are the same."""
     with torch.inference_mode():
         mine, theirs = raw(ours(x)), raw(stock(x))
     report = compare_detections(mine, theirs, nc=3, precision=precision, **options)
@@ -85,7 +85,11 @@ def check(ours: Any, stock: Any, x: torch.Tensor, precision: str, **options: Any
 
 SIZES = [  # pictures, height, width
     *((count, 96, 96) for count in (1, 2, 3, 5, 8, 16, 31, 32, 64)),
-    *((count, height, width) for count in (1, 4) for height, width in ((96, 192), (288, 96), (32, 640), (416, 736))),
+    *(
+        (count, height, width)
+        for count in (1, 4)
+        for height, width in ((96, 192), (288, 96), (32, 640), (416, 736))
+    ),
     (1, 640, 640),
     (64, 96, 160),
 ]
@@ -133,7 +137,9 @@ def test_detections_of_other_tasks(cuda, detector, pictures, task, precision):
         x = batch_of(pictures, count, height, width).to(cuda, DTYPES[precision])
         found += check(ours, stock, x, precision, rotated=task == "obb")
         with torch.inference_mode():
-            exact, mine, theirs = (support.tensors(net(y)) for net, y in ((truth, x.double()), (ours, x), (stock, x)))
+            exact, mine, theirs = (
+                support.tensors(net(y)) for net, y in ((truth, x.double()), (ours, x), (stock, x))
+            )
         for a, b, right in zip(mine, theirs, exact, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             assert support.error(a, right) <= 2 * support.error(b, right) + 1e-5
@@ -189,7 +195,10 @@ def test_tracking(cuda, pictures, graph):
     stream = [np.roll(pictures[0], 2 * step, axis=1).copy() for step in range(8)]
     options = dict(imgsz=96, device=0, verbose=False, conf=0.2, persist=True)
     tracks = []
-    for yolo in (patch_model(YOLO(trained.trained_weights()), cuda_graph=graph), YOLO(trained.trained_weights())):
+    for yolo in (
+        patch_model(YOLO(trained.trained_weights()), cuda_graph=graph),
+        YOLO(trained.trained_weights()),
+    ):
         tracks.append([yolo.track(picture, **options)[0].boxes.data.cpu() for picture in stream])
         if len(tracks) == 1:
             network = yolo.predictor.model.model
@@ -235,7 +244,11 @@ def test_export(cuda, form, half, pictures, tmp_path):
         elif form == "onnx":
             assert {node.domain for node in onnx.load(path).graph.node} == {""}
     options = dict(imgsz=96, device=0 if form == "torchscript" else "cpu", verbose=False, conf=0.2)
-    loaded = YOLO(path, task="detect").predict(pictures[0], **options, half=half and form == "torchscript")[0].boxes.data
+    loaded = (
+        YOLO(path, task="detect")
+        .predict(pictures[0], **options, half=half and form == "torchscript")[0]
+        .boxes.data
+    )
     live = yolo.predict(pictures[0], imgsz=96, device=0, verbose=False, conf=0.2)[0].boxes.data
     assert len(live) > 0
     matched_boxes(loaded.cpu(), live.cpu(), 0.25, 0.02 if half else 2e-3, 1.0 if half else 0.1)

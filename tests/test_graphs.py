@@ -451,7 +451,9 @@ def test_running_out_of_memory_frees_the_graphs_and_tries_again(tiny, monkeypatc
     # Without graphs there is nothing to free: the caller is told.
     room.clear()
     monkeypatch.setattr(
-        ClassificationModel, "forward", lambda *a: room.append(1) or (_ for _ in ()).throw(torch.OutOfMemoryError("out"))
+        ClassificationModel,
+        "forward",
+        lambda *a: room.append(1) or (_ for _ in ()).throw(torch.OutOfMemoryError("out")),
     )
     with pytest.raises(torch.OutOfMemoryError):
         warm(model, other, 1)

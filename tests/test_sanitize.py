@@ -38,6 +38,30 @@ def test_verdict(output, status, clean):
     assert sanitize.verdict(output, status)[0] is clean
 
 
+READ = "Race reported between Read access at TileWriter<__half>::finish+0x1 in a.cuh:639\n"
+KNOWN = (
+    f"========= Error: {READ}=========     and Write access at fold_channels<__half>(int)+0x2 [2 hazards]\n"
+)
+OTHER = f"========= Error: {READ}=========     and Write access at another<__half>(int)+0x2 [2 hazards]\n"
+BOTH = KNOWN + "=========     and Write access at another<__half>(int)+0x2 [2 hazards]\n"
+
+
+@pytest.mark.parametrize(
+    ("reports", "shown", "clean"),
+    [
+        ([KNOWN, KNOWN], 2, True),
+        ([KNOWN, OTHER], 2, False),
+        ([BOTH], 1, False),
+        ([KNOWN], 2, False),  # one was not printed
+        ([KNOWN.replace("Read", "Write")], 1, False),  # two writers, of which one is another
+    ],
+)
+def test_known_races(reports, shown, clean):
+    output = RAN + "=========\n".join(reports) + RACES.format(shown, shown, 0)
+    assert sanitize.verdict(output, 0)[0] is clean
+    assert not sanitize.verdict(output, 1)[0]
+
+
 def test_every_kernel_of_the_sources_is_asked_for():
     found = sanitize_cases.declared_kernels()
     sources = [*(SCRIPTS.parent / "csrc").rglob("*.cu"), *(SCRIPTS.parent / "csrc").rglob("*.cuh")]
@@ -73,7 +97,9 @@ def test_the_record_shows_it(tmp_path, monkeypatch):
     }
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     (tmp_path / "junit.xml").write_text("<testsuites/>")
-    (tmp_path / "sanitizer.json").write_text(json.dumps({**facts, "only": "", "all_kernels": True, "tools": tools}))
+    (tmp_path / "sanitizer.json").write_text(
+        json.dumps({**facts, "only": "", "all_kernels": True, "tools": tools})
+    )
     for module in (gpu_record, records):
         monkeypatch.setattr(module, "RECORDS", tmp_path / "records")
         monkeypatch.setattr(module, "ROOT", tmp_path)
@@ -82,5 +108,7 @@ def test_the_record_shows_it(tmp_path, monkeypatch):
     assert "compute-sanitizer" in text and "memcheck and initcheck clean, racecheck **not clean**" in text
     # Of other sources it says nothing of these.
     changed = {**facts, "sources": {"csrc": "other", "package": "2"}}
-    (tmp_path / "sanitizer.json").write_text(json.dumps({**changed, "only": "", "all_kernels": True, "tools": tools}))
+    (tmp_path / "sanitizer.json").write_text(
+        json.dumps({**changed, "only": "", "all_kernels": True, "tools": tools})
+    )
     assert gpu_record.collect(tmp_path) == 0 and "compute-sanitizer" not in records.table()

@@ -863,7 +863,9 @@ def test_the_trainers_retry_with_half_the_batch(tmp_path, monkeypatch):
     freed = []
     stock = training_graphs.TrainingGraphs.drop
     monkeypatch.setattr(
-        training_graphs.TrainingGraphs, "drop", lambda self, *a, **kw: freed.append(a) or stock(self, *a, **kw)
+        training_graphs.TrainingGraphs,
+        "drop",
+        lambda self, *a, **kw: freed.append(a) or stock(self, *a, **kw),
     )
     seen, found = train(tmp_path)
     assert [batch for batch, _ in seen] == [2] * 3 + [1] * 8

@@ -223,8 +223,8 @@ def _begin(graph: Any, pool: Pool) -> None:
     # numbers, and nobody could after a capture that failed. So it gets a state of its own, and a forward that draws
     # numbers fails to be captured.
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    # A state of its own takes two numbers on the GPU. If there is no room for them, torch ends the process when the graph
-    # is destroyed, so that is found out before, and what is freed here is there for them.
+    # A state of its own takes two numbers on the GPU. Without room for them torch ends the process when it destroys the
+    # graph, so that is found out before; what is freed here is there for them.
     room = [torch.empty(1, dtype=torch.int64, device=generator.device) for _ in range(2)]
     del room
     with _begin_lock:

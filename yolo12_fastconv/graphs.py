@@ -232,9 +232,7 @@ def _graphs(model: Any) -> Graphs:
     return graphs
 
 
-def _drop(
-    model: Any, reason: str, inference: bool = True, training: bool = True, now: bool = False
-) -> None:
+def _drop(model: Any, reason: str, inference: bool = True, training: bool = True, now: bool = False) -> None:
     graphs = vars(model).get("_fc_graphs")
     if graphs is not None and graphs.owner() is model:
         if inference:
