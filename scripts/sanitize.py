@@ -35,7 +35,7 @@ OURS = "kernel_substring=yolo12_fastconv"  # the namespace, in mangled names
 
 KNOWN_WRITER = "fold_channels<"
 """The function whose writes racecheck takes for races: a warp writes scale and shift of the channels, ``__syncwarp()``
-orders its lanes' writes before lane 0's arrive at a barrier, and who reads waits for that. racecheck knows of the writes
+orders its lanes' writes before lane 0's arrive at a barrier, and who reads waits for that. racecheck knows of writes
 of the lane that arrives only: in a list of 4000 hazards, the writers were lanes 1 to 15, and never lane 0."""
 
 

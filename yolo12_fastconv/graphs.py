@@ -100,7 +100,7 @@ class GraphModel(StockPickle):
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock class's ``loss``. If memory runs out in it, the graph of the network is freed."""
         try:
-            return super().loss(*args, **kwargs)
+            return super().loss(*args, **kwargs)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             _drop(self, "out of memory", now=True)
             raise
