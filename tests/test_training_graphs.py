@@ -766,16 +766,17 @@ def test_failed_captures_fall_back(tiny, log, monkeypatch, phase, error):
     assert state(model).entry is None and state(model).failures == 1
 
 
-def test_running_out_of_memory_frees_the_graph(tiny, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_running_out_of_memory_frees_the_graph(tiny, monkeypatch, error):
     model = graphed(tiny)
     warm(model)
 
     def fail(self, x):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error("yolo12_fastconv: CUDA out of memory: no room")
 
     with monkeypatch.context() as patch:
         patch.setattr(ClassificationModel, "forward", fail)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(error):
             model(pictures(0, 1, 3, 32, 32))
     assert state(model).entry is None
     warm(model)

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from yolo12_fastconv import _side_stream
 
-__all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "unfilled_memory"]
+__all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "out_of_memory", "unfilled_memory"]
 
 MAX_GRAPHS = 8
 """Graphs that one model keeps."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out: also in an op of the compiled library, which can raise no class of PyTorch's."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 class Pool:

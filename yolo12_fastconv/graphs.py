@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 
 from yolo12_fastconv import _compat
-from yolo12_fastconv._graph_capture import MAX_GRAPHS, CudaBackend
+from yolo12_fastconv._graph_capture import MAX_GRAPHS, CudaBackend, out_of_memory
 from yolo12_fastconv._graph_outputs import Outputs, Uncapturable
 from yolo12_fastconv._graph_state import Structure, flags, ordinary_call
 from yolo12_fastconv.blocks import StockPickle
@@ -101,8 +101,9 @@ class GraphModel(StockPickle):
         """As the stock class's ``loss``. If memory runs out in it, the graph of the network is freed."""
         try:
             return super().loss(*args, **kwargs)  # type: ignore[misc]
-        except torch.OutOfMemoryError:
-            _drop(self, "out of memory", now=True)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                _drop(self, "out of memory", now=True)
             raise
 
     def train(self, mode: bool = True) -> Any:
@@ -328,8 +329,8 @@ class Graphs:
     def _eager(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
         try:
             return function(x)
-        except torch.OutOfMemoryError:
-            if not self.entries:
+        except RuntimeError as error:
+            if not self.entries or not out_of_memory(error):
                 raise
         # What the graphs hold is the model's own: without them there is as much room as without `cuda_graph=True`.
         self.backend.finish()

@@ -59,7 +59,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import Parameter
 
 from yolo12_fastconv import _compat, _weight_casts
-from yolo12_fastconv._graph_capture import unfilled_memory
+from yolo12_fastconv._graph_capture import out_of_memory, unfilled_memory
 from yolo12_fastconv._graph_outputs import Nest, Uncapturable, clone
 from yolo12_fastconv._graph_state import Structure, flags
 
@@ -335,8 +335,9 @@ class TrainingGraphs:
                 self.running += 1
             try:
                 return function(x)
-            except torch.OutOfMemoryError:
-                self.drop("out of memory", now=True)
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    self.drop("out of memory", now=True)
                 raise
             finally:
                 with self.lock:
@@ -439,8 +440,9 @@ class TrainingGraphs:
         self.backend.begin(x)
         try:
             outputs = _Network.apply(call, x, *entry.parameters)
-        except torch.OutOfMemoryError:
-            self.drop("out of memory", now=True)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                self.drop("out of memory", now=True)
             raise
         finally:
             self.backend.end()
@@ -475,8 +477,9 @@ class TrainingGraphs:
                             return found
                         reached = frozenset().union(*(entry.reach[index] for index in given))
                         return [grad if place in reached else None for place, grad in enumerate(found)]
-                except torch.OutOfMemoryError:
-                    self.drop("out of memory", now=True)
+                except RuntimeError as error:
+                    if out_of_memory(error):
+                        self.drop("out of memory", now=True)
                     raise
                 finally:
                     self.backend.end()
