@@ -7,6 +7,8 @@
     scripts/gpu_record.py readme [--check]                 write the tables into README.md, or compare
     scripts/gpu_record.py stale                            say which records are older than the sources
 
+A sanitizer.json of scripts/sanitize.py in FOLDER, of the same csrc/, is collected too.
+
 `run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. Parity
 of each scale is a process of its own and writes after every one of its runs, so that a run that is ended, or a scale
 that crashes, leaves what was measured; scales may be run one after the other into the same FOLDER. Results of other
@@ -104,11 +106,23 @@ def collect(folder: Path) -> int:
     record["parity"] = matrix or {"ok": None, "complete": False, "rows": []}
     for row in record["parity"]["rows"]:
         row.pop("environment", None)
+    record["sanitizer"] = _sanitizer(folder, record)
     RECORDS.mkdir(parents=True, exist_ok=True)
     path = RECORDS / f"{slug(record['gpu'])}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"gpu_record: wrote {path.relative_to(ROOT)}")
     return 0
+
+
+def _sanitizer(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """Verdicts of scripts/sanitize.py on all cases and these kernels, or None."""
+    file = folder / "sanitizer.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if found is None or found["only"] or found["gpu"] != record["gpu"]:
+        return None
+    if found["sources"]["csrc"] != record["sources"]["csrc"]:
+        return None
+    return {key: found[key] for key in ("date", "all_kernels", "tools")}
 
 
 def _tests(folder: Path) -> dict[str, Any]:

@@ -222,6 +222,8 @@ def _parity_part(path: Path, record: dict[str, Any]) -> str:
         f"{versions['ultralytics']}): {suite}.",
         "",
     ]
+    if record.get("sanitizer"):
+        lines[0] += f" {_sanitizer_text(record['sanitizer'])}"
     source = _source_line(path, _hashes(record["sources"]))
     if not record["parity"]["rows"]:
         lines.append(
@@ -248,6 +250,17 @@ def _parity_part(path: Path, record: dict[str, Any]) -> str:
     if not record["parity"].get("complete", True):
         lines += ["", "Not all of these runs were made: the check was ended before."]
     return "\n".join([*lines, "", source])
+
+
+def _sanitizer_text(found: dict[str, Any]) -> str:
+    tools = found["tools"]
+    words = [
+        f"{' and '.join(tool['tool'] for tool in tools if tool['clean'] is clean)} {text}"
+        for clean, text in ((True, "clean"), (False, "**not clean**"))
+        if any(tool["clean"] is clean for tool in tools)
+    ]
+    kernels = "every kernel" if found["all_kernels"] else "not every kernel"
+    return f"compute-sanitizer over {min(tool['cases'] for tool in tools)} cases, with {kernels}: {', '.join(words)}."
 
 
 def _layers_part(path: Path, record: dict[str, Any]) -> str:

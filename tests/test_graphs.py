@@ -432,6 +432,35 @@ def test_the_models_own_hooks_are_called_around_replays(tiny):
     assert len(calls) == 5 and state(model).counts["replays"] == 2
 
 
+def test_running_out_of_memory_frees_the_graphs_and_tries_again(tiny, monkeypatch):
+    model = graphed(tiny)
+    warm(model, torch.rand(1, 3, 32, 32))
+    other = torch.rand(1, 3, 32, 40)
+    expected = stock_output(model, other)
+    stock, room = ClassificationModel.forward, []
+
+    def forward(self, x):
+        room.append(not state(model).entries)
+        if not room[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stock(self, x)
+
+    monkeypatch.setattr(ClassificationModel, "forward", forward)
+    for a, b in zip(tensors(warm(model, other, 1)), tensors(expected), strict=True):
+        torch.testing.assert_close(a, b)
+    assert room == [False, True] and state(model).counts["dropped"] == 1
+    # Without graphs there is nothing to free: the caller is told.
+    room.clear()
+    monkeypatch.setattr(
+        ClassificationModel,
+        "forward",
+        lambda *a: room.append(1) or (_ for _ in ()).throw(torch.OutOfMemoryError("out")),
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        warm(model, other, 1)
+    assert len(room) == 1
+
+
 def test_failed_captures_fall_back_with_one_line(tiny, log, monkeypatch):
     def fail(self, function, x):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

@@ -9,18 +9,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
+import math
 import weakref
 
 import pytest
+import shapes_dataset
 import support
 import test_graphs
 import torch
 from support import tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from ultralytics import YOLO
+from ultralytics.cfg import get_cfg
 from ultralytics.nn.tasks import ClassificationModel
+from ultralytics.utils.loss import v8DetectionLoss
 
-from yolo12_fastconv import _graph_capture, graphs, patch_report, training_graphs
+from yolo12_fastconv import _graph_capture, graphs, patch_model, patch_report, training_graphs
 from yolo12_fastconv.patching import patch_modules
 
 
@@ -224,6 +230,19 @@ def test_detection_with_its_loss(yolo12n):
             model(batch)[0].sum().backward()
         assert_equal(ours, stock)
     assert counts(ours) == {"eager calls": 2, "captures": 1, "replays": 3}
+
+
+@pytest.mark.parametrize("cfg", sorted(set(test_graphs.TASKS) - {"yolo12n.yaml"}))
+def test_networks_of_other_tasks(cfg):
+    """Nested outputs: dictionaries, masks' prototypes, key points, angles."""
+    model = graphed(support.build(cfg).requires_grad_())
+    stock = twin_of(model)
+    for number in range(4):
+        ours, theirs = (step(net, pictures(number, 2, 3, 64, 64)) for net in (model, stock))
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert_equal(model, stock)
+    assert counts(model) == {"eager calls": 2, "captures": 1, "replays": 2}
 
 
 def test_outputs_and_gradients_are_the_callers(tiny):
@@ -747,20 +766,121 @@ def test_failed_captures_fall_back(tiny, log, monkeypatch, phase, error):
     assert state(model).entry is None and state(model).failures == 1
 
 
-def test_running_out_of_memory_frees_the_graph(tiny, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_running_out_of_memory_frees_the_graph(tiny, monkeypatch, error):
     model = graphed(tiny)
     warm(model)
 
     def fail(self, x):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error("yolo12_fastconv: CUDA out of memory: no room")
 
     with monkeypatch.context() as patch:
         patch.setattr(ClassificationModel, "forward", fail)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(error):
             model(pictures(0, 1, 3, 32, 32))
     assert state(model).entry is None
     warm(model)
     assert counts(model)["captures"] == 2
+
+
+def fail_in_the_loss(monkeypatch, calls):
+    """`v8DetectionLoss` runs out of memory at the calls of these numbers, counted from 0."""
+    stock, count = v8DetectionLoss.__call__, itertools.count()
+
+    def loss(self, *args):
+        if next(count) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stock(self, *args)
+
+    monkeypatch.setattr(v8DetectionLoss, "__call__", loss)
+
+
+def detection_batch(pictures):
+    return {
+        "img": torch.rand(pictures, 3, 64, 64),
+        "batch_idx": torch.arange(pictures).float(),
+        "cls": torch.zeros(pictures, 1),
+        "bboxes": torch.full((pictures, 4), 0.4),
+    }
+
+
+def test_running_out_of_memory_in_the_loss_frees_the_graph(yolo12n, monkeypatch):
+    """At once, although the error's traceback still holds the network's outputs, which wait for their backward."""
+    yolo12n.args = get_cfg()
+    model = graphed(yolo12n.requires_grad_())
+    fail_in_the_loss(monkeypatch, {4})
+    for _ in range(4):
+        model(detection_batch(1))[0].sum().backward()
+    entry = state(model).entry
+    assert counts(model)["replays"] == 2
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(detection_batch(1))
+    assert caught.tb is not None and entry.pending()
+    assert state(model).entry is None and entry.released and entry.recording is None
+
+
+def test_a_graph_freed_before_its_backward_changes_no_gradient(tiny):
+    model = graphed(tiny)
+    stock = twin_of(model)
+    for net in (model, stock):
+        warm(net)
+        loss = loss_of(net(pictures(4)))
+        graphs.free(net)
+        loss.backward()
+    assert_equal(model, stock)
+    assert counts(model)["eager backwards"] == 1 and state(model).entry is None
+
+
+def test_making_room(tiny, monkeypatch):
+    model = graphed(tiny)
+    graphs.make_room(model)
+    warm(model)
+    graphs.make_room(model)
+    assert state(model).entry is not None
+    monkeypatch.setattr(FakeBackend, "free", 999)  # of 1000 that the graph takes
+    graphs.make_room(model)
+    assert state(model).entry is None and "no room" in graphs.describe(model)
+    graphs.make_room(twin_of(model))  # without graphs, there is nothing to do
+
+
+def train(tmp_path, **settings):
+    """YOLO.train with graphs on a CPU: sizes of the batches, losses, and the graph's state."""
+    data = shapes_dataset.make(tmp_path / "shapes", size=64, train=8, val=2)
+    yolo = patch_model(YOLO("yolo12n.yaml"), cuda_graph=True)
+    seen = []
+    yolo.add_callback("on_train_batch_end", lambda t: seen.append((t.batch_size, t.loss.item())))
+    kept = []
+    yolo.add_callback("on_train_epoch_end", lambda t: kept.append(state(t.model)))
+    yolo.train(
+        data=str(data), project=str(tmp_path), imgsz=64, workers=0, device="cpu", plots=False, amp=False, seed=0,
+        **{"epochs": 1, "batch": 2, "nbs": 2, "val": False, "mosaic": 0, **settings},
+    )  # fmt: skip
+    return seen, kept[-1]
+
+
+def test_the_trainers_retry_with_half_the_batch(tmp_path, monkeypatch):
+    """Memory runs out behind a replay in the first epoch: the graph is freed before the batch is halved."""
+    fail_in_the_loss(monkeypatch, {3})
+    freed = []
+    stock = training_graphs.TrainingGraphs.drop
+    monkeypatch.setattr(
+        training_graphs.TrainingGraphs,
+        "drop",
+        lambda self, *a, **kw: freed.append(a) or stock(self, *a, **kw),
+    )
+    seen, found = train(tmp_path)
+    assert [batch for batch, _ in seen] == [2] * 3 + [1] * 8
+    assert all(map(math.isfinite, (loss for _, loss in seen)))
+    assert ("out of memory",) in {a[:1] for a in freed}
+    assert found.counts["captures"] == 2 and found.counts["replays"] == 2 + 6
+
+
+@pytest.mark.parametrize("free", [999, 1 << 40], ids=["short of memory", "enough"])
+def test_validation_has_room(tmp_path, monkeypatch, free):
+    """A training graph that takes more than is left is freed before the EMA is validated, and captured again later."""
+    monkeypatch.setattr(FakeBackend, "free", free)
+    _, found = train(tmp_path, epochs=2, val=True)
+    assert found.counts["captures"] == (2 if free == 999 else 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- reports

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from yolo12_fastconv import _late, _side_stream
 
-__all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "unfilled_memory"]
+__all__ = ["MAX_GRAPHS", "BackwardRecording", "CudaBackend", "Recording", "out_of_memory", "unfilled_memory"]
 
 MAX_GRAPHS = 8
 """Graphs that one model keeps."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out: also in an op of the compiled library, which can raise no class of PyTorch's."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 class Pool:
@@ -227,6 +232,10 @@ def _begin(graph: Any, pool: Pool) -> None:
     # numbers, and nobody could after a capture that failed. So it gets a state of its own, and a forward that draws
     # numbers fails to be captured.
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    # A state of its own takes two numbers on the GPU. Without room for them torch ends the process when it destroys the
+    # graph, so that is found out before; what is freed here is there for them.
+    room = [torch.empty(1, dtype=torch.int64, device=generator.device) for _ in range(2)]
+    del room
     with _begin_lock:
         kept = generator.graphsafe_get_state()
         generator.graphsafe_set_state(generator.clone_state())

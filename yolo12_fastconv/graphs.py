@@ -28,7 +28,7 @@ Right results:
 Memory: at most `MAX_GRAPHS` graphs a model, the least recently used goes first. Graphs of one model share a memory
 pool: its size is that of the largest, about, and not the sum. A pool serves `MAX_GRAPHS` captures and then a new one
 begins, since a pool's memory is only given back as a whole. Moving the model (``to``, ``half``, ...) or ``train()``
-frees all.
+frees all, and so does an eager call that runs out of memory, before it is tried again.
 
 Threads and streams: calls of one model that could be captured, eager ones too, exclude one another on the host, and on
 the GPU each waits for the one before, since they share a pool and the head's anchors. Models are independent. A capture
@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 
 from yolo12_fastconv import _compat
-from yolo12_fastconv._graph_capture import MAX_GRAPHS, CudaBackend
+from yolo12_fastconv._graph_capture import MAX_GRAPHS, CudaBackend, out_of_memory
 from yolo12_fastconv._graph_outputs import Outputs, Uncapturable
 from yolo12_fastconv._graph_state import Structure, flags, ordinary_call
 from yolo12_fastconv.blocks import StockPickle
@@ -96,6 +96,15 @@ class GraphModel(StockPickle):
         if self.training:
             return _graphs(self).training.call(self, super().forward, x)
         return _graphs(self).call(self, super().forward, x)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock class's ``loss``. If memory runs out in it, the graph of the network is freed."""
+        try:
+            return super().loss(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if out_of_memory(error):
+                _drop(self, "out of memory", now=True)
+            raise
 
     def train(self, mode: bool = True) -> Any:
         """As `torch.nn.Module.train`; the graphs of the other mode are freed."""
@@ -224,18 +233,26 @@ def _graphs(model: Any) -> Graphs:
     return graphs
 
 
-def _drop(model: Any, reason: str, inference: bool = True, training: bool = True) -> None:
+def _drop(model: Any, reason: str, inference: bool = True, training: bool = True, now: bool = False) -> None:
     graphs = vars(model).get("_fc_graphs")
     if graphs is not None and graphs.owner() is model:
         if inference:
             graphs.drop(reason)
         if training:
-            graphs.training.drop(reason)
+            graphs.training.drop(reason, now)
 
 
 def free(network: nn.Module) -> None:
-    """Free the graphs of a model that is not going to be called for a while; later calls may capture others."""
-    _drop(network, "they were freed")
+    """Free the graphs of a model that is not going to be called for a while, or whose memory is needed; later calls may
+    capture others. A forward that waits for its backward is run again then."""
+    _drop(network, "they were freed", now=True)
+
+
+def make_room(network: nn.Module) -> None:
+    """Free the training graph of `network` if the device has less room beside it than it takes itself."""
+    graphs = vars(network).get("_fc_graphs")
+    if graphs is not None and graphs.owner() is network:
+        graphs.training.make_room()
 
 
 _create_lock = threading.Lock()
@@ -302,12 +319,23 @@ class Graphs:
                     backend.finish()
                     self.drop("the model was changed")
                 self.counts["eager calls"] += 1
-                result = function(x)
+                result = self._eager(function, x)
                 if self._due(key):
                     self._capture(key, model, function, x)
                 return result
             finally:
                 backend.end()
+
+    def _eager(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        try:
+            return function(x)
+        except RuntimeError as error:
+            if not self.entries or not out_of_memory(error):
+                raise
+        # What the graphs hold is the model's own: without them there is as much room as without `cuda_graph=True`.
+        self.backend.finish()
+        self.drop("out of memory")
+        return function(x)
 
     def _used(self, key: Any, entry: _Entry) -> None:
         self.entries.move_to_end(key)

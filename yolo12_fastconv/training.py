@@ -88,13 +88,27 @@ class FastConvTrainerMixin:
             return super().train()  # type: ignore[misc]
 
     def validate(self) -> Any:
-        """Validate as the trainer does, and free the CUDA graphs that the EMA has made for it."""
+        """Validate as the trainer does, and free the CUDA graphs that the EMA has made for it.
+
+        Before it, the training graph is freed if the device has less room beside it than it takes: without graphs a
+        step's activations would be free by now.
+        """
+        network = getattr(self, "model", None)
+        if isinstance(network, nn.Module):
+            graphs.make_room(_unwrap(network))
         try:
             return super().validate()  # type: ignore[misc]
         finally:
             network = getattr(getattr(self, "ema", None), "ema", None)
             if isinstance(network, nn.Module):
                 graphs.free(network)
+
+    def _clear_memory(self, *threshold: Any, **named: Any) -> None:
+        """Clear memory as the trainer does; where it has run out (without a threshold), free the CUDA graphs first."""
+        network = getattr(self, "model", None)
+        if not threshold and not named and isinstance(network, nn.Module):
+            graphs.free(_unwrap(network))
+        super()._clear_memory(*threshold, **named)  # type: ignore[misc]
 
 
 class FastDetectionTrainer(FastConvTrainerMixin, DetectionTrainer):

@@ -36,8 +36,9 @@ communication with the backward, which one node cannot), and what `graphs` exclu
 
 Memory: one graph a model. It holds the activations of a step, also between steps. A call of another size, such as an
 epoch's last batch, is eager; if the device has no room for it beside the graph, the graph is freed first. It is also
-freed when memory runs out anywhere in the model, when the model is moved, and by ``eval()``, but not by ``train()`` of
-a model in training mode.
+freed when memory runs out anywhere in the model or its loss, when the model is moved, and by ``eval()``, but not by
+``train()`` of a model in training mode. Trainers free it when they clear memory to try again with a smaller batch, and
+before validation, if there is less room beside it than it takes.
 
 Threads: captures wait until no call of the model runs. Do not call parts of a model in one thread while another trains
 it.
@@ -58,7 +59,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import Parameter
 
 from yolo12_fastconv import _compat, _weight_casts
-from yolo12_fastconv._graph_capture import unfilled_memory
+from yolo12_fastconv._graph_capture import out_of_memory, unfilled_memory
 from yolo12_fastconv._graph_outputs import Nest, Uncapturable, clone
 from yolo12_fastconv._graph_state import Structure, flags
 
@@ -335,8 +336,9 @@ class TrainingGraphs:
                 self.running += 1
             try:
                 return function(x)
-            except torch.OutOfMemoryError:
-                self.drop("out of memory")
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    self.drop("out of memory", now=True)
                 raise
             finally:
                 with self.lock:
@@ -440,8 +442,9 @@ class TrainingGraphs:
                     entry.saved.restore()
                     return None
                 outputs = _Network.apply(call, x, *entry.parameters)
-        except torch.OutOfMemoryError:
-            self.drop("out of memory")
+        except RuntimeError as error:
+            if out_of_memory(error):
+                self.drop("out of memory", now=True)
             raise
         entry.last = weakref.ref(call)
         entry.replays += 1
@@ -474,8 +477,10 @@ class TrainingGraphs:
                                 return found
                             reached = frozenset().union(*(entry.reach[index] for index in given))
                             return [grad if place in reached else None for place, grad in enumerate(found)]
-                except torch.OutOfMemoryError:
-                    self.drop("out of memory")  # behind the mark at the end of the replay that may be running
+                except RuntimeError as error:
+                    if out_of_memory(error):
+                        # Behind the mark at the end of the replay that may be running.
+                        self.drop("out of memory", now=True)
                     raise
                 if self.entry is entry:
                     self.repeats = min(2 * self.repeats, _MAX_REPEATS)
@@ -515,15 +520,24 @@ class TrainingGraphs:
             entry.live = None
         return None
 
-    def drop(self, reason: str) -> None:
-        """Free the graph, and count anew."""
+    def drop(self, reason: str, now: bool = False) -> None:
+        """Free the graph, and count anew. `now`: also if a forward waits for its backward, which then runs it again."""
         with self.lock:
             if self.entry is not None:
-                self._free(reason)
+                self._free(reason, now)
             self.streak = 0
             self.repeats = self.first_repeats
 
-    def _free(self, reason: str) -> None:
+    def make_room(self) -> None:
+        """Free the graph if the device has less room beside it than it takes itself."""
+        with self.lock:
+            entry = self.entry
+            if entry is not None:
+                with self.backend.guard(entry.recording.x):
+                    if self.backend.room(entry.recording) < self.backend.size(entry.recording):
+                        self._free("no room for others beside it")
+
+    def _free(self, reason: str, now: bool = False) -> None:
         self.counts["dropped"] += 1
         if reason != self.problem:
             self.problem = f"dropped: {reason}"
@@ -531,7 +545,7 @@ class TrainingGraphs:
         # Its memory is the side stream's, which has to wait for the last replay.
         self.backend.release()
         entry, self.entry = self.entry, None
-        if entry is not None and not entry.pending():
+        if entry is not None and (now or not entry.pending()):
             entry.release()
 
     def __del__(self) -> None:

@@ -33,7 +33,9 @@ Tensor channels_last_in_dtype(const Tensor& grad, DType dtype) {
 Tensor copy_with_aligned_pixels(const Tensor& tensor, DType dtype, cudaStream_t stream) {
   const int64_t lanes = 16 / size_of(dtype), channels = tensor.size(1);
   const int64_t pitch = round_up(channels, lanes);
-  Tensor copy = empty_rows(tensor, tensor.size(0), channels, tensor.size(2), tensor.size(3), pitch, dtype);
+  // With all of the padding: the kernel writes that of the last pixel, too.
+  Tensor whole = empty_channels_last(tensor, tensor.size(0), pitch, tensor.size(2), tensor.size(3), dtype);
+  Tensor copy = pitch == channels ? whole : torch::stable::narrow(whole, 1, 0, channels);
   pack({tensor.const_data_ptr(), dtype_of(tensor.scalar_type()), strides_of(tensor), copy.mutable_data_ptr(), dtype,
         tensor.size(0), static_cast<int>(channels), static_cast<int>(tensor.size(2)), static_cast<int>(tensor.size(3)),
         static_cast<int>(pitch)},

@@ -17,9 +17,14 @@ namespace {
 Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                      int32_t dtype) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cuda(), like.get_device_index(),
-                                                  &handle));
+  // The stable ABI says that it failed, and not why; with sizes that are right there is one reason. Ultralytics tries again
+  // with a smaller batch if it reads "out of memory".
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle) != AOTI_TORCH_SUCCESS) {
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    fail("CUDA out of memory: no room for a tensor of ", elements, " elements on cuda:", like.get_device_index());
+  }
   return Tensor(handle);
 }
 
