@@ -444,11 +444,12 @@ def declared_kernels() -> set[str]:
     return found
 
 
-def run(only: str, log: Any, skip: tuple[str, ...] = ()) -> int:
-    """Run the cases whose names contain `only` and no word of `skip`; returns how many there were."""
+def run(only: str, log: Any, skip: tuple[str, ...] = (), first: int = 0) -> int:
+    """Run the cases whose names contain `only` and no word of `skip`, from number `first` on; returns how many ran."""
     count = 0
-    for name, function in all_cases():
-        if only in name and not any(word in name for word in skip):
+    chosen = (case for case in all_cases() if only in case[0] and not any(word in case[0] for word in skip))
+    for number, (name, function) in enumerate(chosen):
+        if number >= first:
             print(f"case {name}", file=log, flush=True)
             torch.manual_seed(0)
             try:
@@ -465,6 +466,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
     parser.add_argument("--skip", default="", metavar="WORD,WORD", help="no cases whose names contain one")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out the first N of them")
     parser.add_argument("--kernels", action="store_true", help="fail if a kernel was never launched")
     parser.add_argument("--log", type=Path, help="file for the name of each case, before it runs")
     arguments = parser.parse_args()
@@ -472,11 +474,11 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((arguments.log or Path(os.devnull)).open("w"))
         if not arguments.kernels:
-            print(f"{run(arguments.only, log, skip)} cases ran")
+            print(f"{run(arguments.only, log, skip, arguments.first)} cases ran")
             return 0
         activity = torch.profiler.ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
-            count = run(arguments.only, log, skip)
+            count = run(arguments.only, log, skip, arguments.first)
             torch.cuda.synchronize()
         launched = {event.name for event in profile.events()}
         declared = declared_kernels()

@@ -84,6 +84,27 @@ def test_cases_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert sanitize_cases.run("goo", sys.stdout) == 1
 
 
+def test_goes_on_behind_a_failure_of_the_tool(monkeypatch):
+    """Which is no clean result."""
+    runs = [
+        (
+            KNOWN + "========= Internal Sanitizer Error: it failed\n" + RACES.format(2, 2, 0),
+            6,
+            ["case a", "case b"],
+        ),
+        (RAN + KNOWN + RACES.format(1, 1, 0), 0, ["case c"]),
+    ]
+    firsts = []
+    monkeypatch.setattr(
+        sanitize, "_run_once", lambda tool, only, first, limit: firsts.append(first) or runs[len(firsts) - 1]
+    )
+    result = sanitize.run_tool("racecheck", "", 60.0)
+    assert firsts == [0, 2] and result["cases"] == 3 and result["broken"] == ["b"] and not result["clean"]
+    runs[0] = runs[1]
+    firsts.clear()
+    assert sanitize.run_tool("racecheck", "", 60.0)["clean"]
+
+
 def test_the_record_shows_it(tmp_path, monkeypatch):
     tools = [
         {"tool": tool, "clean": tool != "racecheck", "cases": 544, "summary": "-", "seconds": 1.0}
