@@ -226,9 +226,7 @@ __device__ __forceinline__ void write_tile(const KernelArgs& args, const Sums<kC
     }
     fence_for_copy_engine();
     __syncwarp();
-    if (lane == 0) {
-      store_box(&args.x[a], shared_address(buffer), first_channel, 2 * at.q, at.p + 2 * warp, at.n);
-    }
+    store_box(lane == 0, &args.x[a], shared_address(buffer), first_channel, 2 * at.q, at.p + 2 * warp, at.n);
   }
 }
 
