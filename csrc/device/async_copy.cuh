@@ -31,35 +31,6 @@ __device__ __forceinline__ void copy_chunk_async(unsigned int to_shared, const v
 #endif
 }
 
-// The same, zeros where `missing` is not zero; where not channel < channels. Conditions that are made of several cost an
-// instruction or two, which a loop of copies has many of.
-__device__ __forceinline__ void copy_chunk_unless_async(unsigned int to_shared, const void* from,
-                                                        unsigned int missing) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile(
-      "{\n"
-      ".reg .pred ignored;\n"
-      "setp.ne.u32 ignored, %2, 0;\n"
-      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
-      "}\n" ::"r"(to_shared),
-      "l"(from), "r"(missing)
-      : "memory");
-#endif
-}
-__device__ __forceinline__ void copy_chunk_if_below_async(unsigned int to_shared, const void* from, int channel,
-                                                          int channels) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile(
-      "{\n"
-      ".reg .pred ignored;\n"
-      "setp.ge.s32 ignored, %2, %3;\n"
-      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
-      "}\n" ::"r"(to_shared),
-      "l"(from), "r"(channel), "r"(channels)
-      : "memory");
-#endif
-}
-
 // The same for a pointer, which costs a conversion of the address. On every GPU.
 __device__ __forceinline__ void copy_chunk_async(void* to_shared, const void* from, bool valid) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

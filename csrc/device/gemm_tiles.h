@@ -8,11 +8,11 @@
 namespace yolo12_fastconv {
 
 // One kernel per tile and dtype. Warps of 64 x 32 read shared memory less often than those of 32 x 32 (5 to 10 % at 64
-// channels). Of warps of 64 x 64 8 fill a multiprocessor's registers; they hide each other's latencies if operands are read
-// ahead over the ends of stages, and are then 4 to 8 % faster than 16 of 64 x 32. Stages of 128 bytes cost a barrier half as
-// often (128 x 128 of 64 bytes takes 5 to 7 % longer). 48 and 96 channels are widths of YOLO12x.
+// channels). Warps of 64 x 64 would read it less still, but of them 8 fill a multiprocessor's registers, which do not hide
+// each other's latencies: 16 of 64 x 32 are up to 15 % faster. Stages of 128 bytes cost a barrier half as often (128 x 128 of
+// 64 bytes takes a third longer). 48 and 96 channels are widths of YOLO12x.
 constexpr GemmTile kGemmTiles[] = {
-    {128, 128, 8, 3, 2, 2, 1},
+    {128, 128, 8, 3, 2, 4, 1},
     {128, 64, 8, 3, 2, 2, 1},
     {128, 32, 4, 5, 4, 1, 1},
     {128, 16, 4, 5, 4, 1, 1},
@@ -33,13 +33,6 @@ constexpr GemmTile kGemmTiles[] = {
     {128, 64, 4, 3, 2, 2, 1, true},
     {128, 96, 4, 3, 2, 2, 1, true},
 };
-// The tile as a kernel of this element size has it: in float, whose operands are rounded in registers, a warp with more than
-// 64 x 32 sums would spill.
-constexpr GemmTile tile_of(GemmTile t, int element) {
-  if (element == 2 || t.pixels / t.warps_pixels * (t.channels / t.warps_channels) <= 2048) return t;
-  (t.channels / t.warps_channels % 32 == 0 ? t.warps_channels : t.warps_pixels) *= 2;
-  return t;
-}
 // Shared memory of a window tile: its window of 32 channels, two if there are more, and filter rows of weights, or the
 // finished tile; and tables.
 constexpr int window_bytes(const GemmTile& t, int width, int channels) {

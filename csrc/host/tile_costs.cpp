@@ -40,8 +40,7 @@ double shared_kilobytes(int capability) {
 
 // Tiles whose warps do not share the reduction, for many pixels. As many blocks as a multiprocessor holds hide each other's
 // latencies; nothing else that was measured is near its limit.
-double large_tile_cycles(const ConvShape& s, int element, const GemmTile& listed, const TileCosts& c, int capability) {
-  const GemmTile t = tile_of(listed, element);
+double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, const TileCosts& c, int capability) {
   const int lanes = 16 / element, taps = s.kernel_h * s.kernel_w, threads = 32 * t.warps_pixels * t.warps_channels;
   int64_t pixels = s.out_pixels();
   double stages, steps;  // of a block; steps of 32 bytes of the reduction

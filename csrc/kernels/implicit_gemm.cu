@@ -25,7 +25,6 @@
 // - 5 stages of a 32x32 tile in flight are 40 KB, more than the 500 cycles x 64 bytes that L2 can deliver meanwhile; a short
 //   reduction is in flight as a whole.
 // - The block is launched while the kernel before still runs (dependent_launch.cuh), with all index arithmetic done.
-#include <climits>
 #include <cstdint>
 #include <iterator>
 #include <type_traits>
@@ -62,14 +61,13 @@ struct GemmConfig {
   // Large tiles of half read operands ahead, over the ends of stages, and write sums from registers to y. Each thread then
   // has adjacent channels, of which kStoreFragments fragments hold a pair each: see stored_channel().
   static constexpr bool kAhead = kGroups == 1 && sizeof(T) == 2;
-  static constexpr bool kRowsAhead = kAhead && kWarpPixels * kWarpChannels <= 2048 && kFragmentsPixels % 2 == 0;
   static constexpr int kStoreFragments = kWarpChannels % 32 == 0 ? 4 : 2;
 
   static constexpr int kRowBytes = kChunks * 16;
   static constexpr int kStageBytes = (kPixels + kChannels) * kRowBytes;
   // 16 warps a multiprocessor, if they fit its shared memory, which bounds the registers, where sums of a warp leave room for
-  // operands. Fewer do not hide each other's latencies: of 64 x 32, with 172 registers and 8 warps, 3x3 over 512 channels took
-  // a quarter longer.
+  // operands. Fewer do not hide each other's latencies: with 172 registers and 8 warps, 3x3 over 512 channels took a quarter
+  // longer.
   static constexpr int kFittingBlocks =
       kTile.window ? (kThreads < 256 ? 400 / kThreads : 2) : 227 * 1024 / (kStages * kStageBytes + 1024);
   static constexpr int kBlocks = sizeof(T) != 2 || kWarpPixels * kWarpChannels > 2048 ? 1
@@ -160,7 +158,7 @@ class TileLoader {
 #pragma unroll
       for (int i = 0; i < Config::kPixelPasses; ++i) {
         offset_[i] = i * Config::kRowsPerPass * args_.x_stride_w;
-        outside_[i] = first_pixel + row_ + i * Config::kRowsPerPass < args_.pixels ? 0 : ~0u;
+        inside_[i] = first_pixel + row_ + i * Config::kRowsPerPass < args_.pixels ? 1u << 16 | 1u : 0u;
       }
     } else {
       find_pixels(first_pixel);
@@ -211,15 +209,15 @@ class TileLoader {
       args_.by_out_h.divide(image_row, image, p);
       const int top = p * args_.stride_h - args_.pad_h, left = q * args_.stride_w - args_.pad_w;
       offset_[i] = image * static_cast<int>(args_.x_stride_n) + top * args_.x_stride_h + left * args_.x_stride_w;
-      outside_[i] = ~0u;
+      inside_[i] = 0;
       if (first_pixel + row >= args_.pixels) continue;  // behind the last pixel, no tap is inside
       for (int r = 0; r < args_.kernel_h; ++r) {
         const bool in = static_cast<unsigned>(top + r * args_.dilation_h) < static_cast<unsigned>(args_.in_h);
-        outside_[i] ^= uint32_t(in) << r;
+        inside_[i] |= uint32_t(in) << r;
       }
       for (int s = 0; s < args_.kernel_w; ++s) {
         const bool in = static_cast<unsigned>(left + s * args_.dilation_w) < static_cast<unsigned>(args_.in_w);
-        outside_[i] ^= uint32_t(in) << (16 + s);
+        inside_[i] |= uint32_t(in) << (16 + s);
       }
     }
   }
@@ -233,31 +231,27 @@ class TileLoader {
   template <bool kWhole>
   __device__ __forceinline__ void copy_rows(uint32_t pixels) {
     constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
+    const auto copy = [&](uint32_t to, const T* from, bool valid) {
+      if constexpr (kWhole) {
+        copy_chunk_async(to, from, valid && bytes_ != 0);
+      } else {
+        copy_async(to, from, valid ? bytes_ : 0);
+      }
+    };
 #pragma unroll
     for (int i = 0; i < Config::kPixelPasses; ++i) {
       if (is_past<Config::kPixels>(i)) break;
-      const uint32_t missing = (tap_ & outside_[i]) | uint32_t(bytes_ == 0);
-      if constexpr (kWhole) {
-        copy_chunk_unless_async(pixels + i * kPassBytes, source_ + offset_[i], missing);
-      } else {
-        copy_async(pixels + i * kPassBytes, source_ + offset_[i], missing == 0 ? bytes_ : 0);
-      }
+      copy(pixels + i * kPassBytes, source_ + offset_[i], (tap_ & ~inside_[i]) == 0);
     }
     // The rows of a thread lie in places that are alike.
     static_assert(!Config::kAhead || Config::kRowsPerPass % (8 * Config::kStoreFragments) == 0 ||
                   Config::kRowsPerPass == 16);
     const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
-    const int left = bytes_ == 0 ? INT_MIN : channels_left_;
 #pragma unroll
     for (int i = 0; i < Config::kChannelPasses; ++i) {
       if (is_past<Config::kChannels>(i)) break;
       const int channel = stored_channel<Config>(i * Config::kRowsPerPass);  // more than that of the thread's first row
-      const T* const from = weight_ + channel * (args_.chunks * Config::kLanes);
-      if constexpr (kWhole) {
-        copy_chunk_if_below_async(channels + i * kPassBytes, from, channel, left);
-      } else {
-        copy_async(channels + i * kPassBytes, from, channel < left ? bytes_ : 0);
-      }
+      copy(channels + i * kPassBytes, weight_ + channel * (args_.chunks * Config::kLanes), channel < channels_left_);
     }
   }
 
@@ -284,11 +278,11 @@ class TileLoader {
   const T* x_;
   const T* source_;  // x_, shifted to the tap and channel of chunk_
   int channel_ = 0, bytes_;
-  uint32_t tap_ = 0;  // bits r and 16 + s; outside_: those that lie outside of the image
+  uint32_t tap_ = 0;  // bits r and 16 + s; inside_: those that lie inside the image
   const T* weight_;
   int channels_left_;
   int offset_[Config::kPixelPasses];
-  uint32_t outside_[Config::kPixelPasses];
+  uint32_t inside_[Config::kPixelPasses];
 };
 
 template <class Config>
@@ -652,7 +646,7 @@ __device__ __forceinline__ void store_tile(const GemmArgs& args, const Accumulat
 }
 
 // Operands of a warp that multiplies 16 of its pixels after the other, on their way from shared memory two such rows ahead,
-// over the ends of stages and tiles: of half the registers of two whole steps.
+// over the ends of stages: in half the registers of two whole steps.
 template <class Config>
 struct RowsAhead {
   static constexpr int kRows = Config::kFragmentsPixels, kUnits = Config::kSteps * kRows;  // of a stage
@@ -708,31 +702,6 @@ struct RowsAhead {
 #pragma unroll
       for (int e = 0; e < 4; ++e) a[0][e] = a[1][e], a[1][e] = a[2][e];
       if (unit == 0) start_copies();
-    }
-  }
-};
-
-// Operands of a warp with many sums, a step ahead.
-template <class Config>
-struct StepsAhead {
-  static_assert(Config::kSteps % 2 == 0);
-  Fragments<Config> fragments[2];
-
-  __device__ __forceinline__ void begin(uint32_t stage, const WarpPlace<Config>& place) {
-    load_step(fragments[0], stage, place, 0);
-  }
-
-  template <class Wait, class StartCopies>
-  __device__ __forceinline__ void multiply(Accumulators<Config>& sum, uint32_t stage, uint32_t next,
-                                           const WarpPlace<Config>& place, const Wait& wait_for_next,
-                                           const StartCopies& start_copies) {
-#pragma unroll
-    for (int i = 0; i < Config::kSteps; ++i) {
-      const bool last = i + 1 == Config::kSteps;
-      if (last) wait_for_next();
-      load_step(fragments[(i + 1) % 2], last ? next : stage, place, last ? 0 : i + 1);
-      fragments[i % 2].multiply(sum);
-      if (i == 0) start_copies();
     }
   }
 };
@@ -796,7 +765,7 @@ __global__ __launch_bounds__(Config::kThreads,
     commit_async_copies();
   };
   if constexpr (Config::kAhead) {
-    std::conditional_t<Config::kRowsAhead, RowsAhead<Config>, StepsAhead<Config>> ahead;
+    RowsAhead<Config> ahead;
     wait();
     ahead.begin(pipeline, place);
     for (; tile < tiles; ++tile) {
@@ -882,7 +851,6 @@ class WindowLoader {
     const T* const from = weight_ + r * Config::kTaps * weight_row_ + block * Config::kBlockLanes;
     const uint32_t to = weights_ + stage * Config::kStageBytes;
     const bool inside = block * Config::kBlockLanes + chunk_ * Config::kLanes < args_.in_channels;
-    const int left = inside ? channels_left_ : INT_MIN;
 #pragma unroll
     for (int i = 0; i < Config::kWeightPasses; ++i) {
       if (Config::kWeightRows % Config::kRowsPerPass != 0 && row_ + i * Config::kRowsPerPass >= Config::kWeightRows) {
@@ -891,7 +859,7 @@ class WindowLoader {
       if constexpr (kEvenPasses) {
         const int tap = i * Config::kRowsPerPass / Config::kChannels;
         const int k = stored_channel<Config>(i * Config::kRowsPerPass % Config::kChannels);
-        copy_chunk_if_below_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, k, left);
+        copy_chunk_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, inside && k < channels_left_);
       } else {
         copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
       }
@@ -905,7 +873,7 @@ class WindowLoader {
     const int channel = block * Config::kBlockLanes + chunk_ * Config::kLanes;
     // The second half of the last block is not multiplied if it is empty.
     if (args_.in_channels - (channel & ~(2 * Config::kLanes - 1)) <= 0) return;
-    const uint32_t missing = channel < args_.in_channels ? 0 : 1u << 31;
+    const bool inside = channel < args_.in_channels;
     const T* const from = x_ + block * Config::kBlockLanes;
     uint32_t to = windows_ + block % 2 * window_rows_ * Config::kRowBytes + first * kPassBytes;
     int row = row_ + first * Config::kRowsPerPass;
@@ -913,7 +881,7 @@ class WindowLoader {
     for (int i = first; i < last; ++i, row += Config::kRowsPerPass, to += kPassBytes) {
       if (row >= window_rows_) break;
       const int chunks = rows_[row];
-      copy_chunk_unless_async(to, from + int64_t(chunks) * Config::kLanes, (chunks | missing) & 1u << 31);
+      copy_chunk_async(to, from + int64_t(chunks) * Config::kLanes, inside && chunks >= 0);
     }
   }
 
@@ -1150,7 +1118,7 @@ void launch_window(const ConvArgs& a, const GemmTile& tile, cudaStream_t stream)
 
 template <class T, size_t kIndex>
 void launch_tile(const ConvArgs& args, cudaStream_t stream) {
-  constexpr GemmTile kTile = tile_of(kGemmTiles[kIndex], sizeof(T));
+  constexpr GemmTile kTile = kGemmTiles[kIndex];
   if constexpr (kTile.half_only() && sizeof(T) != 2) {
     fail("implicit_gemm: this tile is for half");
   } else if constexpr (kTile.window) {
