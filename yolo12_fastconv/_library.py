@@ -210,7 +210,7 @@ def embedded_info(content: bytes) -> dict:
 
 def source_hash(csrc: Path) -> str:
     """The hash of the library's sources, 16 hexadecimal digits; csrc/cmake/build_info.cmake computes the same."""
-    patterns = ("*.cpp", "*.cu", "*.h", "*.cuh", "CMakeLists.txt", "*.cmake", "*.sh")
+    patterns = ("*.cpp", "*.cu", "*.h", "*.cuh", "*.inc", "CMakeLists.txt", "*.cmake", "*.sh")
     names = sorted(
         {path.relative_to(csrc).as_posix() for pattern in patterns for path in csrc.rglob(pattern)}
     )

@@ -5,7 +5,7 @@
 get_filename_component(SOURCE_DIR "${SOURCE_DIR}" ABSOLUTE)
 file(GLOB_RECURSE files RELATIVE "${SOURCE_DIR}"
   "${SOURCE_DIR}/*.cpp" "${SOURCE_DIR}/*.cu" "${SOURCE_DIR}/*.h" "${SOURCE_DIR}/*.cuh"
-  "${SOURCE_DIR}/CMakeLists.txt" "${SOURCE_DIR}/*.cmake" "${SOURCE_DIR}/*.sh")
+  "${SOURCE_DIR}/*.inc" "${SOURCE_DIR}/CMakeLists.txt" "${SOURCE_DIR}/*.cmake" "${SOURCE_DIR}/*.sh")
 list(SORT files)
 set(listing "")
 foreach(name IN LISTS files)
