@@ -216,7 +216,8 @@ STATS = [
     "convs", [WIDTHS, GEOMETRIES, ODD, LONG, STATS], ids=["widths", "geometries", "odd", "long", "stats"]
 )
 def test_statistics_of_the_output(cuda, convs, offset, dtype):
-    """Mean and variance are those of z as it is stored, also `offset` deviations from zero; z is inference's."""
+    """Mean and variance are those of z as it is stored, also `offset` deviations from zero; z is inference's, bit for
+    bit where the same kernel computes it: those for small grids have no statistics."""
     problems = []
     for index, conv in enumerate(convs):
         (n, c, h, w), k, kernel, stride, padding, dilation = conv
@@ -239,8 +240,8 @@ def test_statistics_of_the_output(cuda, convs, offset, dtype):
                 x, weight, bias, None, None, 1e-3, None, *map(list, geometry), *settings, *running, 0.25
             )
             results.append((z, mean, var, *running))
-        _z, mean, var, running_mean, running_var, batches = results[0]
-        exact_var, exact_mean = torch.var_mean(plain.double(), (0, 2, 3), correction=0)
+        z, mean, var, running_mean, running_var, batches = results[0]
+        exact_var, exact_mean = torch.var_mean(z.double(), (0, 2, 3), correction=0)
         spread = exact_var.clamp_min(1e-12).sqrt()
         errors = {
             # Of the spread, with what float keeps of the offset.
@@ -257,7 +258,8 @@ def test_statistics_of_the_output(cuda, convs, offset, dtype):
         ]
         if int(batches) != 2:
             problems.append(f"{conv}, {name}: {int(batches)} batches")
-        if not torch.equal(results[0][0], plain):
+        rounding = torch.finfo(dtype).eps * plain.abs().max() if name.endswith("-once") else 0
+        if not ((z - plain).abs() <= rounding).all():
             problems.append(f"{conv}, {name}: z differs from inference's")
         if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
             problems.append(f"{conv}, {name}: differs between two runs")
