@@ -239,8 +239,8 @@ def test_out_of_memory_in_a_capture(cuda, trained, phase, left, monkeypatch, log
     lines = [r.getMessage() for r in log.records if "no CUDA graph" in r.getMessage()]
     assert len(lines) == 1 and "out of memory" in lines[0]
     assert pools() <= before, "memory of the failed capture is kept"
-    # Another size is captured as ever.
-    for number in range(4):
+    # Another size is captured as ever: after twice as many equal calls, where a forward had been captured for nothing.
+    for number in range(6):
         losses = [loss_of(net, batch_of(cuda, number, size=128), torch.float16) for net in trained]
         for loss in losses:
             loss.backward()
