@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from train_iterations import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = "cuda"
@@ -28,19 +29,6 @@ KERNEL, TARGET, GRADIENTS, WGRAD = (
     f"YOLO12_FASTCONV_{n}" for n in ("KERNEL", "TARGET", "GRADIENTS", "WGRAD")
 )
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -279,7 +279,7 @@ def write_times(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Environment variables for the ranks, and back."""
+    """Environment variables, which child processes inherit, and back."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
