@@ -77,7 +77,7 @@ def verdict(output: str, status: int) -> tuple[bool, str]:
 def run_tool(tool: str, only: str, limit: float) -> dict[str, Any]:
     """All cases under one tool. Where the tool itself ends the process, it goes on behind the case."""
     started = time.monotonic()
-    begun, broken, problems, summaries = 0, [], False, []
+    begun, broken, problems = 0, [], False
     while True:
         left = limit - (time.monotonic() - started)
         output, status, names = _run_once(tool, only, begun, left)
@@ -91,17 +91,16 @@ def run_tool(tool: str, only: str, limit: float) -> dict[str, Any]:
             broken.append(names[-1].removeprefix("case "))
             continue
         break
-    summaries.append(summary)
     if broken:
-        summaries.append(f"the tool itself failed in {len(broken)} cases: {', '.join(broken)}")
+        summary += f"; the tool itself failed in {len(broken)} cases: {', '.join(broken)}"
     clean = clean and not problems and not broken
-    seconds, text = round(time.monotonic() - started, 1), "; ".join(summaries)
-    print(f"{tool}: {'clean' if clean else 'NOT CLEAN'}, {begun} cases, {seconds} s: {text}", flush=True)
+    seconds = round(time.monotonic() - started, 1)
+    print(f"{tool}: {'clean' if clean else 'NOT CLEAN'}, {begun} cases, {seconds} s: {summary}", flush=True)
     return {
         "tool": tool,
         "clean": clean,
         "cases": begun,
-        "summary": text,
+        "summary": summary,
         "broken": broken,
         "seconds": seconds,
     }
