@@ -211,11 +211,7 @@ def upsample_nearest_backward(grad_y: Tensor) -> Tensor:
 
 
 def upsample_nearest_backward_(grad_y: Tensor, grad_x: Tensor) -> None:
-    if _needs_grad((grad_y, grad_x)):
-        raise RuntimeError(
-            "yolo12_fastconv: upsample_nearest_backward_ has no gradient, since it writes to its argument: use "
-            "upsample_nearest_backward"
-        )
+    _refuse_gradient("upsample_nearest_backward_", (grad_y, grad_x), "use upsample_nearest_backward")
     call_op(_ops.upsample_nearest_backward_.default, grad_y, grad_x)
 
 
