@@ -16,10 +16,8 @@
 //
 // Pixels outside of the map are zeros of the copy engine, and pixels outside of grad_x are not written.
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <optional>
-#include <type_traits>
 
 #include "device/dependent_launch.cuh"
 #include "device/gradient_kernels.h"
@@ -27,6 +25,8 @@
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/sm90_plan.h"
+#include "device/sm90_results.cuh"
+#include "device/stage_ring.cuh"
 #include "device/tensor_core.cuh"
 #include "device/tensor_map.cuh"
 
@@ -98,48 +98,12 @@ struct KernelArgs {
   int tiles, tiles_w, tiles_h, channel_tiles, columns;
 };
 
-// The barriers of a worker's ring: filled[stages], then emptied[stages].
-struct Ring {
-  uint32_t barriers;
-  int stages;
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ uint32_t filled() const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t emptied() const { return barriers + (stages + stage) * 8; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct Position {
   int q, p, n;
 };
 __device__ __forceinline__ Position position_of(const KernelArgs& args, int tile) {
   const int row = tile / args.tiles_w, n = row / args.tiles_h;
   return {(tile - row * args.tiles_w) * 8, (row - n * args.tiles_h) * 8, n};
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
-  uint32_t bits;
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    memcpy(&bits, &pair, 4);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    memcpy(&bits, &pair, 4);
-  }
-  return bits;
-}
-
-// Byte offset of a 16-byte chunk in the rows of a buffer, swizzled as the maps of x are.
-template <int kRowBytes>
-__device__ __forceinline__ int buffer_offset(int row, int chunk) {
-  const int mask = kRowBytes == 128 ? row & 7 : kRowBytes == 64 ? (row >> 1) & 3 : kRowBytes == 32 ? (row >> 2) & 1 : 0;
-  return row * kRowBytes + (chunk ^ mask) * 16;
 }
 
 // Sums of a warpgroup, by class. Each class is a product of its own: with all four in one, and its halves and quarters in the
@@ -175,7 +139,7 @@ __device__ __forceinline__ void multiply_window(Sums<kChannels>& sums, uint32_t 
 }
 
 template <class T, int kChannels, int kSteps>
-__device__ __forceinline__ void multiply_tile(const KernelArgs& args, Sums<kChannels>& sums, Ring& ring,
+__device__ __forceinline__ void multiply_tile(const KernelArgs& args, Sums<kChannels>& sums, StageRing& ring,
                                               uint32_t windows, uint32_t weights) {
   const uint32_t window_layout = descriptor_layout(32 * kSteps, kWindow * 32 * kSteps),
                  weight_layout = descriptor_layout(32 * kSteps, 8 * 32 * kSteps);
@@ -219,7 +183,7 @@ __device__ __forceinline__ void write_tile(const KernelArgs& args, const Sums<kC
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // i / 2: of eight channels, i % 2: of eight pixels
           const float* d = sum + pair * 8 + i / 2 * 4 + i % 2 * 2;
-          packed[i] = pack_pair<T>(d[0], d[1]);
+          packed[i] = round_pair<T>(d[0], d[1]);
         }
         store_matrices(shared_address(buffer) + buffer_offset<kRowBytes>(row + b, pair * 2 + lane / 16), packed);
       }
@@ -243,7 +207,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const uint32_t leads = threadIdx.x % 32 == 0, weights_filled = base + args.barriers;
   const auto ring_of = [&](int worker) {
-    return Ring{base + args.barriers + 8 + 16 * worker * args.stages, args.stages};
+    return StageRing{base + args.barriers + 8 + 16 * worker * args.stages, args.stages};
   };
   let_later_kernels_start();
   if (threadIdx.x == 0) {
@@ -271,7 +235,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   wait_for_earlier_kernels();  // they may still read what is written here
   if (warp < 4 * args.workers) {
     char* const buffer = shared + args.output + warp * args.output_bytes;
-    Ring ring = ring_of(worker);
+    StageRing ring = ring_of(worker);
     barrier_wait(weights_filled, 0);
     for (int tile = first_tile; tile < args.tiles; tile += step) {
       Sums<kChannels> sums;
@@ -284,7 +248,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     }
     if (leads) wait_stores_read<0>();
   } else if (worker < args.workers) {
-    Ring ring = ring_of(worker);
+    StageRing ring = ring_of(worker);
     for (int tile = first_tile; tile < args.tiles; tile += step) {
       const Position at = position_of(args, tile);
       for (int block = 0; block < args.blocks; ++block) {

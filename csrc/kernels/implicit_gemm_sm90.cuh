@@ -46,6 +46,7 @@
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
 #include "device/sm90_plan.h"
+#include "device/sm90_results.cuh"
 #include "device/tensor_core.cuh"
 #include "device/tensor_map.cuh"
 #include "device/tile_stats.h"
@@ -287,38 +288,6 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
     }
     if (++block == args.blocks) block = 0;
   }
-}
-
-// Of two values each.
-template <class T>
-__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  Pair pair[2];
-  memcpy(&pair[0], &a, 4);
-  memcpy(&pair[1], &b, 4);
-  pair[0] = __hadd2(pair[0], pair[1]);
-  memcpy(&a, &pair[0], 4);
-  return a;
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
-  uint32_t bits;
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    memcpy(&bits, &pair, 4);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    memcpy(&bits, &pair, 4);
-  }
-  return bits;
-}
-
-// Byte offset of a 16-byte chunk in the rows of a buffer, swizzled as the map of y is.
-template <int kRowBytes>
-__device__ __forceinline__ int buffer_offset(int row, int chunk) {
-  const int mask = kRowBytes == 128 ? row & 7 : kRowBytes == 64 ? (row >> 1) & 3 : kRowBytes == 32 ? (row >> 2) & 1 : 0;
-  return row * kRowBytes + (chunk ^ mask) * 16;
 }
 
 // Mean and sum of squared deviations of what a warp stores, by channel. A lane reads words of four bytes, the same columns
@@ -669,7 +638,7 @@ class TileWriter {
               u = silu_of_half(u);
               v = silu_of_half(v);
             }
-            packed[i][2 * j + h] = pack_pair<T>(u, v);
+            packed[i][2 * j + h] = round_pair<T>(u, v);
           }
         }
       }
@@ -680,7 +649,7 @@ class TileWriter {
           uint32_t residual[4];
           load_matrices(residual, at);
 #pragma unroll
-          for (int word = 0; word < 4; ++word) packed[i][word] = add_pairs<T>(packed[i][word], residual[word]);
+          for (int word = 0; word < 4; ++word) packed[i][word] = sum_of_pairs<T>(packed[i][word], residual[word]);
         }
         store_matrices(at, packed[i]);
       }

@@ -28,6 +28,7 @@
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
 #include "device/sm90_once_plan.h"
+#include "device/sm90_results.cuh"
 #include "device/tensor_core.cuh"
 #include "device/tensor_map.cuh"
 
@@ -59,33 +60,6 @@ struct OnceArgs {
   const void* residual;
   int64_t residual_stride;
 };
-
-// Of bits: two halves or bfloat16s.
-template <class T>
-using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
-template <class T>
-__device__ __forceinline__ uint32_t round_pair(float first, float second) {
-  PairOf<T> pair;
-  if constexpr (std::is_same_v<T, __half>) {
-    pair = __floats2half2_rn(first, second);
-  } else {
-    pair = __floats2bfloat162_rn(first, second);
-  }
-  uint32_t bits;
-  memcpy(&bits, &pair, 4);
-  return bits;
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t sum_of_pairs(uint32_t a, uint32_t b) {
-  PairOf<T> pair[2];
-  memcpy(&pair[0], &a, 4);
-  memcpy(&pair[1], &b, 4);
-  pair[0] = __hadd2(pair[0], pair[1]);
-  memcpy(&a, &pair[0], 4);
-  return a;
-}
 
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 value;

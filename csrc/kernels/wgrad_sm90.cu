@@ -25,6 +25,7 @@
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
+#include "device/stage_ring.cuh"
 #include "device/tensor_core.cuh"
 #include "device/tensor_map.cuh"
 
@@ -56,22 +57,6 @@ struct KernelArgs {
   int64_t slice_floats;
 };
 
-// The barriers of the ring: filled[stages], then emptied[stages].
-struct Ring {
-  uint32_t barriers;
-  int stages;
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ uint32_t filled() const { return barriers + stage * 8; }
-  __device__ __forceinline__ uint32_t emptied() const { return barriers + (stages + stage) * 8; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 struct BlockWork {
   int first_filter, first_channel, slice, first_stage, end_stage;
 };
@@ -89,7 +74,7 @@ __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
 }
 
 // By a whole warp; `leads`: 1 in one lane.
-__device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
+__device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t leads, StageRing ring, uint32_t stages,
                                             const BlockWork& work) {
   int q = 0, p = 0, n = 0;
   if (args.window) {
@@ -145,7 +130,7 @@ struct Sums<kWidth, true> {
 template <class T, int kWidth, bool kSplit>
 class Worker {
  public:
-  __device__ __forceinline__ Worker(const KernelArgs& args, Ring ring, uint32_t stages, int warpgroup)
+  __device__ __forceinline__ Worker(const KernelArgs& args, StageRing ring, uint32_t stages, int warpgroup)
       : args_(args), ring_(ring), signals_(threadIdx.x % 32 == 0) {
     grad_layout_ = descriptor_layout(args.grad_row_bytes, args.grad_group_bytes);
     x_layout_ = descriptor_layout(args.x_row_bytes, args.x_group_bytes);
@@ -208,7 +193,7 @@ class Worker {
   }
 
   const KernelArgs& args_;
-  Ring ring_;
+  StageRing ring_;
   uint32_t grad_layout_, x_layout_, first_grad_, first_x_, first_inner_;
   uint32_t signals_;  // one lane a warp
 };
@@ -244,7 +229,7 @@ __global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(cons
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  const Ring ring = {base + args.stages * args.stage_bytes, args.stages};
+  const StageRing ring = {base + args.stages * args.stage_bytes, args.stages};
   let_later_kernels_start();
   if (threadIdx.x == 0) {
     if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
