@@ -347,6 +347,58 @@ def test_reductions_that_clusters_share(cuda, dtype, monkeypatch):
     assert splits == {"2", "3", "4"}
 
 
+# 200, 800 or 393 tiles among 66, 44, 33, 22 or 132 blocks: 2, 8, 24 or more are left.
+REST = [
+    Conv((32, 384, 20, 20), 768, 1, 1, 0, 1),
+    Conv((32, 1536, 20, 20), 768, 1, 1, 0, 1),
+    Conv((32, 128, 40, 40), 256, 1, 1, 0, 1),
+    Conv((32, 512, 40, 40), 250, 1, 1, 0, 1),
+    Conv((32, 320, 40, 40), 384, 1, 1, 0, 1),
+    Conv((32, 128, 40, 40), 768, 3, 2, 1, 1),
+    Conv((7, 64, 67, 106), 250, 3, 2, 1, 1),
+    Conv((11, 192, 79, 59), 200, 1, 1, 0, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tiles_that_are_dealt_out_in_parts(cuda, dtype, monkeypatch):
+    """Each plan that deals out the rest of the tiles, whether or not the menu would choose it."""
+    problems, tried = [], set()
+    for index, conv in enumerate(REST):
+        (n, c, h, w), k, kernel, *numbers = conv
+        torch.manual_seed(index)
+        x = torch.randn(n, c, h, w, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight = (torch.randn(k, c, kernel, kernel, device=cuda) / (c * kernel**2) ** 0.5).to(dtype)
+        geometry = tuple((number,) * 2 for number in numbers)
+        act = ("silu", "identity")[index % 2]
+        activate = functional.silu if act == "silu" else lambda y: y
+        bias = torch.randn(k, device=cuda, dtype=dtype)
+        truth = activate(functional.conv2d(x.double(), weight.double(), bias.double(), *geometry))
+        peer = activate(functional.conv2d(x, weight, bias, *geometry))
+        added = residual_like(peer, index // 2) if index % 4 > 1 else None
+        if added is not None:
+            truth, peer = truth + added.double(), peer + added
+        pixels = truth.numel() // k // 64 * 64  # the last tiles by themselves: 1 % of all would not show
+        last = slice(max(0, pixels - 64 * 32), None)
+        rows = [y.permute(0, 2, 3, 1).reshape(-1, k)[last] for y in (truth, peer)]
+        limit = 2 * relative(rows[1], rows[0]) + 1e-5
+        names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
+        for name in (name for name in names if "-rest-" in name):
+            monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
+            op_checks.poison([peer])
+            got = ops.conv_bn_act(x, weight, bias, None, added, *geometry, act=act)
+            again = ops.conv_bn_act(x, weight, bias, None, added, *geometry, act=act)
+            error = relative(got.permute(0, 2, 3, 1).reshape(-1, k)[last], rows[0])
+            whole = relative(got, truth)
+            if not error <= limit or not whole <= limit or not torch.equal(got, again):
+                problems.append(f"{conv}, {name}: errors {error:.3g}, {whole:.3g}, limit {limit:.3g}")
+            tile, *ways = name.split("/")[-1].split("-")
+            tried.update(ways[:2], tile.split("x")[1:2])
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+    assert not problems, "\n".join(problems)
+    assert tried == {"rows", "taps", "resident", "streamed", "128", "192", "256"}
+
+
 # Blocks of channels without a rest, and several tiles a worker: short loops, and workers that take turns.
 ROUNDS = [
     *(Conv((13, 128, 53, 53), channels, 1, 1, 0, 1) for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256)),

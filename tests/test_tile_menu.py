@@ -251,6 +251,25 @@ def test_reductions_are_split_where_multiprocessors_would_be_idle():
 
 
 @needs_sm90
+def test_the_rest_of_the_tiles_is_dealt_out_where_each_block_gets_a_part_at_most():
+    def tiles(case: cases.Case, dtype: torch.dtype = torch.float16) -> set[str]:
+        plans = (way for way, _, _ in sm90_plans(case, dtype) if way.endswith("-rest"))
+        return {plan.removesuffix("-rest").split("x")[1] for plan in plans}
+
+    # 200 tiles of 64 pixels: 33 columns of blocks for 192 of 768 channels leave 2, in 6 parts; 44 for 256 leave 24, in 96.
+    assert tiles(cases.Case("768", 1536, 768, 20, 20, batch=32)) == {"128", "192"}
+    assert tiles(cases.Case("taps", 768, 768, 40, 40, kernel=(3, 3), stride=(2, 2), padding=(1, 1), batch=32))
+    # 800: 132, 66 and 44 columns leave 8 each, in 32, 16 and 24 parts.
+    assert {"128", "256"} <= tiles(cases.Case("256", 512, 256, 40, 40, batch=32))
+    assert not tiles(cases.Case("no rest", 512, 256, 40, 33, batch=32))  # 660 tiles
+    assert not tiles(cases.Case("few tiles", 512, 256, 40, 40, batch=1))
+    assert not tiles(cases.Case("half a block", 96, 256, 40, 40, batch=32))
+    assert not tiles(cases.Case("float", 512, 256, 40, 40, batch=32), torch.float32)
+    windows = cases.Case("window", 128, 256, 40, 40, kernel=(3, 3), padding=(1, 1), batch=32)
+    assert not any("window" in way and "rest" in way for way, _, _ in sm90_plans(windows))
+
+
+@needs_sm90
 def test_kernels_for_small_grids_are_plans_where_all_blocks_run_at_once():
     def plans(
         case: cases.Case, dtype: torch.dtype = torch.float16, *, tf32: bool = False

@@ -32,6 +32,7 @@ struct Sm90Plan {
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
   int split = 1;  // blocks of a cluster among which the input channels of a tile are dealt out
+  bool rest = false;  // the tiles that are left when all blocks have the same number of them are dealt out in parts
   bool operator==(const Sm90Plan&) const = default;
 };
 
@@ -156,6 +157,27 @@ inline int64_t sm90_tiles(const ConvShape& s, const Sm90Plan& p) {
 inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
   if (p.split > 1) return ceil_div<int64_t>(sm90_tiles(s, p), p.workers);
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
+}
+
+// The rest of the tiles. On 132 multiprocessors, 66, 44, 33 or 22 blocks share the tiles of the same channels, and of YOLO12's
+// maps at batch 32, of 2^k * 25 tiles, each gets as many, but for 1 %: for these a whole round of tiles would pass. So a block
+// gets some channels (a part) of one of them, whose reduction its workers share.
+inline int sm90_rest_parts(const Sm90Plan& p) { return p.channels / sm90_store_channels(p.channels, p.element_bytes); }
+// Workers that share a part; each has as many stages of it.
+inline int sm90_rest_sharers(const Sm90Plan& p, int stages) {
+  int sharers = std::min(p.workers, sm90_rest_parts(p));
+  while (stages % sharers != 0) --sharers;
+  return sharers;
+}
+// Whether the kernel deals out the rest of `tiles` among `columns` blocks: where its loop over pairs of stages applies (half,
+// whole rows of 128 bytes), where each block gets a part at most, and where whole tiles would take another round.
+inline bool sm90_deals_rest(const ConvShape& s, const Sm90Plan& p, int64_t tiles, int64_t columns) {
+  const int parts = sm90_rest_parts(p);
+  const int64_t each = tiles / columns, rest = tiles % columns;
+  const bool pairs = p.element_bytes == 2 && p.row_bytes == 128 && s.in_channels * 2 % (128 * p.parts) == 0 && p.split == 1 &&
+                     p.mode != PixelMode::kWindow && p.parts <= (p.mode == PixelMode::kRows && p.resident ? 2 : 1);
+  return pairs && p.channels >= 128 && parts > 1 && rest > 0 && rest * parts <= columns && each >= p.workers &&
+         (p.resident || each % p.workers == 0);
 }
 
 // All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half, bfloat16, or float

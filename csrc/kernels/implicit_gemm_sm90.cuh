@@ -27,7 +27,10 @@
 // block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
 // float, tiles of 96 and 192 channels spilled.
 //
-// Compiled in three parts: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_float.cu, implicit_gemm_sm90_stats.cu.
+// kRest: a variant for plans with `rest` (device/sm90_plan.h), with no other loops than multiply_pairs().
+//
+// Compiled in four parts: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_float.cu, implicit_gemm_sm90_stats.cu,
+// implicit_gemm_sm90_rest.cu.
 #pragma once
 
 #include <cuda.h>
@@ -36,6 +39,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
@@ -80,6 +84,7 @@ constexpr int kMostWeightMaps = 4;
 struct KernelArgs {
   CUtensorMap x, y, residual_map;
   CUtensorMap weight[kMostWeightMaps];
+  CUtensorMap rest_weight;  // boxes of the channels of a part; streamed
   Affine affine;
   Act act;
   TileStats stats;
@@ -97,6 +102,7 @@ struct KernelArgs {
   // Where stages of x and of the weights correspond: blocks of channels in a stage, and stages of a tile (multiply_pairs()).
   int pair_parts, pair_stages;  // 0: they do not
   bool in_turn;  // the products of a tile wait for those of the tile before, which another worker has
+  int rest_tiles, rest_first, rest_sharers;  // kRest: of a column of channels, the first one, workers that share a part
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
   // Tiles of a column, and what its workers need to take them in turn; of the first `longer_columns` one tile more.
@@ -180,6 +186,24 @@ struct BlockWork {
   int rank, first_block, blocks;  // in the cluster; its share of the blocks of input channels
 };
 
+// Parts of a tile's channels that leave a warp at once.
+template <class T, int kChannels>
+constexpr int kStoreParts = kChannels / sm90_store_channels(kChannels, sizeof(T));
+
+// kRest: what a block has of the tiles that are left when all blocks have the same number of them.
+struct RestWork {
+  int tile, part;  // of its channels
+  bool any;
+};
+
+template <int kParts>
+__device__ __forceinline__ RestWork rest_of_block(const KernelArgs& args, const BlockWork& work) {
+  int column = work.column;
+  asm volatile("" : "+r"(column));  // not worth a register over all products: 192 and 256 channels spilled
+  const int tile = column / kParts;
+  return {args.rest_first + tile, column % kParts, tile < args.rest_tiles};
+}
+
 template <bool kSplit>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
@@ -210,6 +234,7 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 __device__ __forceinline__ void wait_for_set_up() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // A warp per worker: fills the worker's ring of pixel stages, tile after tile. `leads`: 1 in one lane, 0 in the others.
+template <int kRestParts>
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
@@ -256,12 +281,39 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
     }
   }
   if (first) wait_for_set_up();  // a worker without tiles
+  if constexpr (kRestParts > 0) {
+    const RestWork rest = rest_of_block<kRestParts>(args, work);
+    if (!rest.any || worker >= args.rest_sharers) return;
+    const TilePosition t = position_of(args, rest.tile);
+    const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
+    int block = 0, j = worker;
+    for (int stage = worker; stage < args.pair_stages; stage += args.rest_sharers) {
+      for (; j >= args.planes; j -= args.planes) ++block;
+      const Plane plane = args.plane[j];
+      j += args.rest_sharers;
+      const int channel = block * args.block_channels, column = block * args.block_columns;
+      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
+      barrier_expect(leads, filled, args.pixel_filled_bytes);
+#pragma unroll 1
+      for (int copy = 0; copy < args.pixel_copies; ++copy) {
+        const uint32_t part = to + copy * args.copy_bytes;
+        const int from = channel + copy * args.copy_channels;
+        if (args.mode == PixelMode::kTaps) {
+          load_pixels(leads, part, &args.x, filled, from, left, top, t.n, plane.right, plane.down);
+        } else {
+          load_box(leads, part, &args.x, filled, from, t.pixel, column, 0);
+        }
+      }
+      at.advance(args.pixel_stages);
+    }
+  }
 }
 
 // A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
 // tiles and for what the last worker lags behind the first. Calls `when_ahead` once, when it would wait for workers or has
 // nothing left to do.
-template <class Function>
+template <int kRestParts, int kRestChannels, class Function>
 __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                              const BlockWork& work, Function&& when_ahead) {
   RingPosition at;
@@ -287,6 +339,25 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
       if (--ahead == 0) when_ahead();
     }
     if (++block == args.blocks) block = 0;
+  }
+  if constexpr (kRestParts > 0) {
+    const RestWork rest = rest_of_block<kRestParts>(args, work);
+    if (args.resident || !rest.any) return;
+    constexpr int kBytes = kRestChannels * 128;
+    int group = 0;
+    block = 0;
+    for (int left = args.pair_stages / args.rest_sharers; left > 0; --left) {
+      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      const uint32_t filled = ring.filled(at.stage);
+      barrier_expect(leads, filled, args.rest_sharers * kBytes);
+      for (int i = 0; i < args.rest_sharers; ++i) {
+        const TapGroup tap = args.group[group];
+        load_box(leads, stages + at.stage * args.weight_stage_bytes + i * kBytes, &args.rest_weight, filled,
+                 block * args.block_channels, work.first_channel + rest.part * kRestChannels, tap.s, tap.r);
+        if (++group == args.groups) group = 0, ++block;
+      }
+      at.advance(args.weight_stages);
+    }
   }
 }
 
@@ -516,7 +587,7 @@ class TileWriter {
           barrier_wait(residual_barriers_ + 8 * (step & 1), step >> 1 & 1);
           if constexpr (!kResidualBoxes<T, kChannels, kStats>) {
           } else if constexpr (sizeof(T) == 2) {
-            finish_halves<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
+            finish_halves<kSilu, true>(sum, part * kStoreChannels, lane, buffer, affine_);
           } else {
             finish_floats<kSilu, true>(sum, part * kStoreChannels, lane, buffer);
           }
@@ -526,7 +597,7 @@ class TileWriter {
             __syncwarp();
           }
           if constexpr (sizeof(T) == 2) {
-            finish_halves<kSilu, false>(sum, part * kStoreChannels, lane, buffer);
+            finish_halves<kSilu, false>(sum, part * kStoreChannels, lane, buffer, affine_);
           } else {
             finish_floats<kSilu, false>(sum, part * kStoreChannels, lane, buffer);
           }
@@ -560,6 +631,41 @@ class TileWriter {
       }
     }
     if constexpr (kStats) moments_.count(rows);
+  }
+
+  // A part of a tile whose reduction the first `sharers` workers of the block have shared: their sums are added in the order of
+  // the workers, by the first one, which then writes as above.
+  template <bool kSilu>
+  __device__ __forceinline__ void write_part(float (&sum)[kStoreChannels / 2], const TilePosition& tile, int part, int worker,
+                                             int sharers) {
+    const int lane = threadIdx.x % 32, channel = first_channel_ + part * kStoreChannels;
+    wait_stores_read<0>();
+    __syncwarp();
+    if (worker > 0) {
+#pragma unroll
+      for (int i = 0; i < kStoreChannels / 8; ++i) {
+        *reinterpret_cast<float4*>(buffers_ + (32 * i + lane) * 16) = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2],
+                                                                      sum[4 * i + 3]};
+      }
+    }
+    if (sharers > 1) asm volatile("bar.sync 1, %0;" ::"r"(128 * sharers) : "memory");
+    if (worker > 0) return;
+    const char* from = buffers_;
+#pragma unroll 1
+    for (int other = 1; other < sharers; ++other) {
+      from += 4 * 2 * kBufferBytes;
+#pragma unroll
+      for (int i = 0; i < kStoreChannels / 8; ++i) {
+        const float4 more = *reinterpret_cast<const float4*>(from + (32 * i + lane) * 16);
+        sum[4 * i] += more.x;
+        sum[4 * i + 1] += more.y;
+        sum[4 * i + 2] += more.z;
+        sum[4 * i + 3] += more.w;
+      }
+    }
+    finish_halves<kSilu, false>(sum, 0, lane, buffers_, affine_ + part * kStoreChannels / 2);
+    if (args_.residual != nullptr) add_residual(buffers_, tile, warp_, lane, channel);
+    store_part(tile, part, 0, lane);
   }
 
   // The moments of all that the block has written, to args.stats. Called once, by all warps that compute; the buffers are
@@ -613,11 +719,31 @@ class TileWriter {
     }
   }
 
-  // kStoreChannels of the sums, from `first` on, into a buffer. kAdds: to the residual, which lies there. As in stock, the
+  // A part that lies in a buffer, to y.
+  __device__ __forceinline__ void store_part(const TilePosition& tile, int part, int buffer, int lane) const {
+    const int channel = first_channel_ + part * kStoreChannels;
+    const char* const from = buffers_ + buffer * kBufferBytes;
+    if (args_.store_boxes) {
+      fence_for_copy_engine();
+      __syncwarp();
+      move_box<false>(lane == 0, tile, part, buffer, 0);
+      return;
+    }
+    __syncwarp();
+    if (sizeof(T) == 2 && args_.store_lanes == 4) {
+      copy_out<8 / sizeof(T)>(from, tile, warp_, lane, channel);
+    } else if (args_.store_lanes == 2) {
+      copy_out<2>(from, tile, warp_, lane, channel);
+    } else {
+      copy_out<1>(from, tile, warp_, lane, channel);
+    }
+  }
+
+  // kStoreChannels of the sums, from `first` on, into a buffer; scale_shift: of the channels of the first sum. kAdds: to the residual, which lies there. As in stock, the
   // activated value is rounded before that.
-  template <bool kSilu, bool kAdds>
-  __device__ __forceinline__ void finish_halves(const float (&sum)[kChannels / 2], int first, int lane,
-                                                char* buffer) const {
+  template <bool kSilu, bool kAdds, int kSums>
+  __device__ __forceinline__ void finish_halves(const float (&sum)[kSums], int first, int lane, char* buffer,
+                                                const float4* scale_shift) const {
     // Stores behind all that is loaded: a store to shared memory keeps later loads of scale and shift from moving up. Tiles
     // of 96 channels and moments have no registers for it.
     constexpr int kPairs16 = kStoreChannels / 16, kBatch = kChannels == 96 || kStats ? 1 : kPairs16;
@@ -629,7 +755,7 @@ class TileWriter {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int column = first + (from + i) * 16 + j * 8;
-          const float4 affine = affine_[column / 2 + lane % 4];
+          const float4 affine = scale_shift[column / 2 + lane % 4];
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float* d = sum + column / 2 + 2 * h;
@@ -782,7 +908,7 @@ __device__ __forceinline__ void give_turn_if(uint32_t condition, int worker) {
 // does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
 // with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products; so did the warp
 // that copied each tap's weights. Now taps that are few bytes share a stage, and the steps of a stage are unrolled.
-template <class T, int kChannels, bool kPairLoops>
+template <class T, int kChannels, bool kPairLoops, bool kOnlyPairs>
 class Worker {
  public:
   __device__ __forceinline__ Worker(const KernelArgs& args, Ring pixel_ring, Ring weight_ring, uint32_t pixel_stages,
@@ -804,18 +930,33 @@ class Worker {
   __device__ __forceinline__ void multiply_tile(float (&sum)[kChannels / 2], int first, int end, bool wait, int next) {
     if constexpr (kPairLoops) {
       if (args_.pair_parts == 1) return multiply_pairs<kStreamed, 1>(sum, wait, next);
-      if (args_.pair_parts == 2) return multiply_pairs<kStreamed, 2>(sum, wait, next);
+      if (kOnlyPairs || args_.pair_parts == 2) return multiply_pairs<kStreamed, 2>(sum, wait, next);
     }
-    switch (args_.block_steps) {
-      case 4: return multiply_blocks<kStreamed, 4>(sum, first, end, wait);
-      case 2: return multiply_blocks<kStreamed, 2>(sum, first, end, wait);
-      default: return multiply_blocks<kStreamed, 1>(sum, first, end, wait);
+    if constexpr (!kOnlyPairs) {
+      switch (args_.block_steps) {
+        case 4: return multiply_blocks<kStreamed, 4>(sum, first, end, wait);
+        case 2: return multiply_blocks<kStreamed, 2>(sum, first, end, wait);
+        default: return multiply_blocks<kStreamed, 1>(sum, first, end, wait);
+      }
+    }
+  }
+
+  // Products of a part of a tile, kRestChannels from `part` times as many on: those of every sharers-th stage, from `index` on.
+  // Streamed weights lie in their stages one behind the other, a box for each of these workers.
+  template <int kRestChannels, bool kStreamed>
+  __device__ __forceinline__ void multiply_part(float (&sum)[kRestChannels / 2], int part, int index, int sharers) {
+    if (args_.pair_parts == 1) {
+      multiply_part_stages<kRestChannels, kStreamed, 1>(sum, part, index, sharers);
+    } else if constexpr (!kStreamed) {
+      multiply_part_stages<kRestChannels, false, 2>(sum, part, index, sharers);
     }
   }
 
   // Lets the weights of this many blocks pass.
-  __device__ __forceinline__ void skip(int blocks) {
-    for (int i = 0; i < blocks * args_.groups; ++i) {
+  __device__ __forceinline__ void skip(int blocks) { skip_stages(blocks * args_.groups); }
+
+  __device__ __forceinline__ void skip_stages(int stages) {
+    for (int i = 0; i < stages; ++i) {
       barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
       barrier_arrive_if(weight_ring_.emptied(weight_at_.stage), signals_);
       weight_at_.advance(weight_ring_.stages);
@@ -868,6 +1009,50 @@ class Worker {
       pixel_at_.advance(pixel_ring_.stages);
     } while (--left > 0);
     if constexpr (!kStreamed) give_turn_if(next >= 0, next);
+    wgmma_wait<0>();
+    barrier_arrive_if(emptied, release_pixels_);
+    if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
+  }
+
+  template <int kRestChannels, bool kStreamed, int kParts>
+  __device__ __forceinline__ void multiply_part_stages(float (&sum)[kRestChannels / 2], int part, int index,
+                                                       int sharers) {
+    constexpr int kPixelPart = kTilePixels * 128 / 16, kWeightPart = kChannels * 128 / 16,
+                  kBox = kRestChannels * 128 / 16;  // in 16 bytes
+    uint32_t emptied = 0;
+    release_pixels_ = release_weights_ = 0;
+    uint32_t weights = first_weights_ + (kStreamed ? index * kBox : index * (kParts * kWeightPart) + part * kBox);
+    const int step = sharers * (kParts * kWeightPart);
+    int left = args_.pair_stages / sharers;
+    do {
+      const uint32_t pixels = first_pixels_ + pixel_at_.stage * (kParts * kPixelPart);
+      const uint32_t from = kStreamed ? weights + weight_at_.stage * kWeightPart : weights;
+      if (kStreamed) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
+      barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          wgmma<T, kRestChannels>(sum, descriptor(pixel_layout_, pixels + i * kPixelPart + 2 * k),
+                                  descriptor(weight_layout_, from + i * kWeightPart + 2 * k));
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if constexpr (kStreamed) {
+        barrier_arrive_if(weights_emptied_, release_weights_);
+        weights_emptied_ = weight_ring_.emptied(weight_at_.stage);
+        release_weights_ = signals_;
+        weight_at_.advance(weight_ring_.stages);
+      } else {
+        weights += step;
+      }
+      barrier_arrive_if(emptied, release_pixels_);
+      emptied = pixel_ring_.emptied(pixel_at_.stage);
+      release_pixels_ = signals_;
+      pixel_at_.advance(pixel_ring_.stages);
+    } while (--left > 0);
     wgmma_wait<0>();
     barrier_arrive_if(emptied, release_pixels_);
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
@@ -1048,9 +1233,9 @@ __device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const
   return shared_address(shared) + args.offset_rings - 8;
 }
 
-template <class T, int kChannels, bool kSplit, bool kStats>
+template <class T, int kChannels, bool kSplit, bool kStats, bool kRest>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args,
-                                              Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>> worker, int warp,
+                                              Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest> worker, int warp,
                                               const BlockWork& work, char* shared) {
   const int index = warp / 4;  // of the worker
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel, warp);
@@ -1105,6 +1290,29 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args,
   // Streamed weights pass every worker, also in a last round that leaves it without a tile.
   if (!args.resident && index + (work.rounds - 1) * args.workers >= work.tiles) worker.skip(work.blocks);
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
+  if constexpr (kRest) {
+    const RestWork rest = rest_of_block<kStoreParts<T, kChannels>>(args, work);
+    if (rest.any) {
+      const int sharers = args.rest_sharers;
+      if (index < sharers) {
+        constexpr int kPart = TileWriter<T, kChannels, kStats>::kStoreChannels;
+        float sum[kPart / 2] = {};
+        if (args.resident) {
+          worker.template multiply_part<kPart, false>(sum, rest.part, index, sharers);
+        } else {
+          worker.template multiply_part<kPart, true>(sum, rest.part, index, sharers);
+        }
+        const TilePosition tile = row_position(rest.tile);
+        if (args.act == Act::kSilu) {
+          writer.template write_part<true>(sum, tile, rest.part, index, sharers);
+        } else {
+          writer.template write_part<false>(sum, tile, rest.part, index, sharers);
+        }
+      } else if (!args.resident) {
+        worker.skip_stages(args.pair_stages / sharers);
+      }
+    }
+  }
   if constexpr (kStats) {
     writer.write_stats(shared, work.column);
   } else if (threadIdx.x % 32 == 0) {
@@ -1154,7 +1362,7 @@ __device__ __forceinline__ void set_up(Ring ring, int readers) {
 
 // kSplit: a kernel of its own, since what it adds takes the descriptors of the other's loops out of uniform registers,
 // which made them up to 20 % slower.
-template <class T, int kChannels, bool kSplit, bool kStats>
+template <class T, int kChannels, bool kSplit, bool kStats, bool kRest>
 __global__ __launch_bounds__(kMaxThreads<kChannels>,
                              1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
@@ -1210,17 +1418,17 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
       fold_channels<T, kChannels, 1>(args, shared, work.first_channel, threadIdx.x, 128 * args.workers);
     }
     if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
-    compute_tiles<T, kChannels, kSplit, kStats>(args,
-                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>>(
+    compute_tiles<T, kChannels, kSplit, kStats, kRest>(args,
+                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest>(
                                                     args, pixel_ring(worker), weight_ring, pixel_stages(worker), base),
                                                 warp, work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     if constexpr (kSplit) cluster_arrive();
-    load_pixels_of(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
+    load_pixels_of<kRest ? kStoreParts<T, kChannels> : 0>(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
   } else {
     if constexpr (kSplit) cluster_arrive();
-    load_weights(args, leads, weight_ring, base, work, [&] {
+    load_weights<kRest ? kStoreParts<T, kChannels> : 0, kChannels / kStoreParts<T, kChannels>>(args, leads, weight_ring, base, work, [&] {
       if constexpr (folds_beside_products(kChannels)) {
         fold_channels<T, kChannels, ceil_div(kChannels, 32)>(args, shared, work.first_channel, lane, 32);
       }
@@ -1381,14 +1589,19 @@ int blocks_of_channel_tile(const ConvShape& s, const Sm90Plan& plan) {
   return static_cast<int>(std::min(share, sm90_tiles(s, plan)));
 }
 
-template <class T, int kChannels, bool kStats>
+// A 1x1 over pixels that are not evenly spaced (a crop of a map), whose blocks of channels are copied one by one.
+bool is_uneven(const ConvArgs& a, const Sm90Plan& plan) {
+  const Strides x = effective_strides(a.shape, a.x_strides, plan.element_bytes);
+  return plan.mode == PixelMode::kRows && (x.h != x.w * a.shape.in_w || x.n != x.h * a.shape.in_h);
+}
+
+template <class T, int kChannels, bool kStats, bool kRest>
 void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileStats& stats, cudaStream_t stream) {
   constexpr int kBytes = sizeof(T), kChunk = kLanesOf16Bytes<T>;
   const ConvShape& s = a.shape;
   const Strides x = effective_strides(s, a.x_strides, kBytes);
   Sm90Plan plan = wanted;
-  // A 1x1 over pixels that are not evenly spaced (a crop of a map), whose blocks of channels are copied one by one.
-  if (plan.mode == PixelMode::kRows && (x.h != x.w * s.in_w || x.n != x.h * s.in_h)) {
+  if (is_uneven(a, plan)) {
     plan.mode = PixelMode::kTaps;
     plan.weight_stages *= sm90_group_taps(s, wanted);
   }
@@ -1465,6 +1678,15 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.columns = plan.split > 1 ? ceil_div(k.tiles, plan.workers) : blocks_of_channel_tile(s, plan);
   k.column_tiles = k.tiles / k.columns;
   k.longer_columns = k.tiles % k.columns;
+  constexpr int kParts = kStoreParts<T, kChannels>;
+  if constexpr (kRest) {
+    k.rest_tiles = std::exchange(k.longer_columns, 0);
+    k.rest_first = k.column_tiles * k.columns;
+    k.rest_sharers = sm90_rest_sharers(plan, k.pair_stages);
+    Sm90Plan part = plan;
+    part.channels = kChannels / kParts;
+    if (!plan.resident) k.rest_weight = weight_map(a, dtype, part, 1, 1, 1, 1);
+  }
   k.rounds = ceil_div(k.column_tiles, plan.workers);
   k.longer_rounds = ceil_div(k.column_tiles + 1, plan.workers);
   // Workers that begin together compute together, then all run their epilogues, with the tensor cores idle: one after the
@@ -1499,13 +1721,13 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
 
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, kName);
   const auto start = [&]<bool kSplit>(std::bool_constant<kSplit>) {
-    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats>;
+    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats, kRest>;
     // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
     allow_shared_bytes(kKernel, layout.bytes);
     launch_clusters<kKernel>(kName, plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
   };
   if (plan.split == 1) return start(std::false_type());
-  if constexpr (!kStats && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
+  if constexpr (!kStats && !kRest && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
   fail(kName, ": no kernel splits tiles of ", kChannels, " channels");
 }
 
@@ -1526,15 +1748,15 @@ template <class T, bool kStats>
 void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if constexpr (is_built_for_hopper()) {
     switch (plan.channels) {
-      case 16: return launch<T, 16, kStats>(args, dtype, plan, stats, stream);
-      case 32: return launch<T, 32, kStats>(args, dtype, plan, stats, stream);
-      case 48: return launch<T, 48, kStats>(args, dtype, plan, stats, stream);
-      case 64: return launch<T, 64, kStats>(args, dtype, plan, stats, stream);
-      case 80: return launch<T, 80, kStats>(args, dtype, plan, stats, stream);
-      case 96: return launch<T, 96, kStats>(args, dtype, plan, stats, stream);
-      case 128: return launch<T, 128, kStats>(args, dtype, plan, stats, stream);
-      case 192: return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
-      case 256: return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
+      case 16: return launch<T, 16, kStats, false>(args, dtype, plan, stats, stream);
+      case 32: return launch<T, 32, kStats, false>(args, dtype, plan, stats, stream);
+      case 48: return launch<T, 48, kStats, false>(args, dtype, plan, stats, stream);
+      case 64: return launch<T, 64, kStats, false>(args, dtype, plan, stats, stream);
+      case 80: return launch<T, 80, kStats, false>(args, dtype, plan, stats, stream);
+      case 96: return launch<T, 96, kStats, false>(args, dtype, plan, stats, stream);
+      case 128: return launch<T, 128, kStats, false>(args, dtype, plan, stats, stream);
+      case 192: return launch<T, 192, kStats, false>(args, dtype, plan, stats, stream);
+      case 256: return launch<T, 256, kStats, false>(args, dtype, plan, stats, stream);
       default: break;
     }
   }

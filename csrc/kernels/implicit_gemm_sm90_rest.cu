@@ -1,0 +1,34 @@
+// The sm90 implicit GEMM with a rest of tiles that is dealt out in parts: half and bfloat16.
+#include "implicit_gemm_sm90.cuh"
+
+namespace yolo12_fastconv {
+namespace {
+
+template <class T>
+bool launch_rest(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+  if constexpr (is_built_for_hopper()) {
+    switch (plan.channels) {
+      case 128: return launch<T, 128, false, true>(args, dtype, plan, {}, stream), true;
+      case 192: return launch<T, 192, false, true>(args, dtype, plan, {}, stream), true;
+      case 256: return launch<T, 256, false, true>(args, dtype, plan, {}, stream), true;
+      default: break;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+bool fits_implicit_gemm_sm90_rest(const ConvArgs& args, const Sm90Plan& plan) {
+  const ConvShape& s = args.shape;
+  return !is_uneven(args, plan) && sm90_deals_rest(s, plan, sm90_tiles(s, plan), blocks_of_channel_tile(s, plan));
+}
+
+void implicit_gemm_sm90_rest(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream) {
+  const bool found = dtype == DType::kFloat16    ? launch_rest<__half>(args, dtype, plan, stream)
+                     : dtype == DType::kBFloat16 ? launch_rest<__nv_bfloat16>(args, dtype, plan, stream)
+                                                 : false;
+  if (!found) fail(kName, ": no kernel deals out a rest of tiles of ", plan.channels, " channels of ", name_of(dtype));
+}
+
+}  // namespace yolo12_fastconv
