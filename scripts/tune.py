@@ -231,14 +231,14 @@ class _Query(ctypes.Structure):
                 "element",
                 "tile",
             ),
-            *("pixels", "channels", "depth", "mode", "resident", "rest", "split", "pixel_stages", "weight_stages"),
+            *("pixels", "channels", "depth", "mode", "resident", "paired", "rest", "split", "pixel_stages", "weight_stages"),
         )
     ]
 
 
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
-_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(rest-)?(?:split(\d)-)?(\d+)\+(\d+)")
+_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(paired-)?(rest-)?(?:split(\d)-)?(\d+)\+(\d+)")
 _ONCE = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-\w+-once")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
@@ -280,9 +280,9 @@ class Model:
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")
-        pixels, channels, depth, mode, weights, rest, split, *stages = found.groups()
+        pixels, channels, depth, mode, weights, paired, rest, split, *stages = found.groups()
         sizes = map(int, (pixels, channels, depth))
-        ways = _MODES.index(mode), weights == "resident", rest is not None, int(split or 1)
+        ways = _MODES.index(mode), weights == "resident", paired is not None, rest is not None, int(split or 1)
         return _Query(*shape, -1, *sizes, *ways, *map(int, stages))
 
     def cycles(self, queries: ctypes.Array[_Query], costs: Vector) -> Vector:

@@ -5,6 +5,7 @@ pytest -m gpu tests/test_gpu_sm90.py
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import op_checks
@@ -355,16 +356,27 @@ REST = [
     Conv((32, 512, 40, 40), 250, 1, 1, 0, 1),
     Conv((32, 320, 40, 40), 384, 1, 1, 0, 1),
     Conv((32, 128, 40, 40), 768, 3, 2, 1, 1),
-    Conv((7, 64, 67, 106), 250, 3, 2, 1, 1),
+    Conv((32, 64, 40, 40), 250, 3, 2, 1, 1),
     Conv((11, 192, 79, 59), 200, 1, 1, 0, 1),
+]
+# Blocks that copy pixels for each other: with a rest and without, whole tiles of channels and not, few tiles and many.
+PAIRED = [
+    *REST,
+    Conv((32, 384, 20, 20), 1152, 1, 1, 0, 1),
+    Conv((5, 320, 41, 43), 248, 1, 1, 0, 1),
+    Conv((1, 64, 5, 3), 256, 1, 1, 0, 1),
+    Conv((8, 1024, 40, 40), 1024, 1, 1, 0, 1),
 ]
 
 
+@pytest.mark.parametrize(
+    ("way", "convs"), [("rest", REST), ("paired", PAIRED)], ids=["dealt out in parts", "paired blocks"]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_tiles_that_are_dealt_out_in_parts(cuda, dtype, monkeypatch):
-    """Each plan that deals out the rest of the tiles, whether or not the menu would choose it."""
+def test_rest_of_the_tiles_and_pairs_of_blocks(cuda, dtype, way, convs, monkeypatch):
+    """Each plan of the kind, whether or not the menu would choose it."""
     problems, tried = [], set()
-    for index, conv in enumerate(REST):
+    for index, conv in enumerate(convs):
         (n, c, h, w), k, kernel, *numbers = conv
         torch.manual_seed(index)
         x = torch.randn(n, c, h, w, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -383,7 +395,7 @@ def test_tiles_that_are_dealt_out_in_parts(cuda, dtype, monkeypatch):
         rows = [y.permute(0, 2, 3, 1).reshape(-1, k)[last] for y in (truth, peer)]
         limit = 2 * relative(rows[1], rows[0]) + 1e-5
         names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
-        for name in (name for name in names if "-rest-" in name):
+        for name in (name for name in names if re.search(rf"(?<!paired)-{way}-", name)):
             monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
             op_checks.poison([peer])
             got = ops.conv_bn_act(x, weight, bias, None, added, *geometry, act=act)
@@ -393,10 +405,12 @@ def test_tiles_that_are_dealt_out_in_parts(cuda, dtype, monkeypatch):
             if not error <= limit or not whole <= limit or not torch.equal(got, again):
                 problems.append(f"{conv}, {name}: errors {error:.3g}, {whole:.3g}, limit {limit:.3g}")
             tile, *ways = name.split("/")[-1].split("-")
-            tried.update(ways[:2], tile.split("x")[1:2])
-        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
+            tried.update(ways[:-1], tile.split("x")[1:2])
+        monkeypatch.delenv("YOLO12_FASTCONV_KERNEL", raising=False)
     assert not problems, "\n".join(problems)
-    assert tried == {"rows", "taps", "resident", "streamed", "128", "192", "256"}
+    assert tried == {"rows", "resident", "streamed", "rest", "128", "192", "256"} | {
+        {"rest": "taps", "paired": "paired"}[way]
+    }
 
 
 # Blocks of channels without a rest, and several tiles a worker: short loops, and workers that take turns.

@@ -253,8 +253,7 @@ def test_reductions_are_split_where_multiprocessors_would_be_idle():
 @needs_sm90
 def test_the_rest_of_the_tiles_is_dealt_out_where_each_block_gets_a_part_at_most():
     def tiles(case: cases.Case, dtype: torch.dtype = torch.float16) -> set[str]:
-        plans = (way for way, _, _ in sm90_plans(case, dtype) if way.endswith("-rest"))
-        return {plan.removesuffix("-rest").split("x")[1] for plan in plans}
+        return {way.split("x")[1] for way, _, _ in sm90_plans(case, dtype) if way.endswith("-rest")}
 
     # 200 tiles of 64 pixels: 33 columns of blocks for 192 of 768 channels leave 2, in 6 parts; 44 for 256 leave 24, in 96.
     assert tiles(cases.Case("768", 1536, 768, 20, 20, batch=32)) == {"128", "192"}
@@ -267,6 +266,19 @@ def test_the_rest_of_the_tiles_is_dealt_out_where_each_block_gets_a_part_at_most
     assert not tiles(cases.Case("float", 512, 256, 40, 40, batch=32), torch.float32)
     windows = cases.Case("window", 128, 256, 40, 40, kernel=(3, 3), padding=(1, 1), batch=32)
     assert not any("window" in way and "rest" in way for way, _, _ in sm90_plans(windows))
+
+
+@needs_sm90
+def test_blocks_copy_pixels_for_each_other_where_tiles_of_channels_come_in_pairs():
+    def tiles(case: cases.Case, dtype: torch.dtype = torch.float16) -> set[str]:
+        return {way.split("x")[1] for way, _, _ in sm90_plans(case, dtype) if "-paired" in way}
+
+    assert tiles(cases.Case("768", 256, 768, 40, 40, batch=32)) == {"128", "192"}  # not 3 of 256
+    assert tiles(cases.Case("1024", 256, 1024, 40, 40, batch=32)) == {"128", "192", "256"}
+    assert not tiles(cases.Case("128", 256, 128, 40, 40, batch=32))
+    assert not tiles(cases.Case("half a block", 96, 256, 40, 40, batch=32))
+    assert not tiles(cases.Case("taps", 256, 768, 40, 40, kernel=(3, 3), padding=(1, 1), batch=32))
+    assert not tiles(cases.Case("float", 256, 768, 40, 40, batch=32), torch.float32)
 
 
 @needs_sm90

@@ -69,6 +69,21 @@ __device__ __forceinline__ void barrier_expect(uint32_t leads, uint32_t barrier,
 #endif
 }
 
+// The same on a barrier of another block of the cluster, whose address address_in_block() gives. Relaxed: with .release a fence
+// of all memory goes before it. What it says, that wgmma has read a stage, wgmma_wait() has made sure of.
+__device__ __forceinline__ void barrier_arrive_in_block_if(uint32_t barrier, uint32_t condition) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(condition)
+      : "memory");
+#endif
+}
+
 // Waits until the phase of this parity has completed. On a fresh barrier, parity 1 passes and parity 0 waits.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #if YOLO12_HAS_WGMMA
@@ -157,6 +172,22 @@ __device__ __forceinline__ void load_box(uint32_t leads, uint32_t to, const CUte
       "[%2];\n"
       "}\n" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads)
+      : "memory");
+#endif
+}
+
+// The same into the same place of both blocks of a cluster of two, where the bytes count on the barriers of the same place.
+__device__ __forceinline__ void load_box_for_both(uint32_t leads, uint32_t to, const CUtensorMap* map, uint32_t barrier,
+                                                  int c0, int c1, int c2, int c3) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %7, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %8;\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(leads), "h"(static_cast<uint16_t>(3))
       : "memory");
 #endif
 }

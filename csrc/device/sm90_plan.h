@@ -32,6 +32,7 @@ struct Sm90Plan {
   int pixel_stages = 0;  // per worker
   int weight_stages = 0;
   int split = 1;  // blocks of a cluster among which the input channels of a tile are dealt out
+  bool paired = false;  // two blocks with neighbouring tiles of channels copy each half of the pixels for both
   bool rest = false;  // the tiles that are left when all blocks have the same number of them are dealt out in parts
   bool operator==(const Sm90Plan&) const = default;
 };
@@ -169,14 +170,23 @@ inline int sm90_rest_sharers(const Sm90Plan& p, int stages) {
   while (stages % sharers != 0) --sharers;
   return sharers;
 }
+// Whether the loop over pairs of stages applies: half, whole rows of 128 bytes, stages of x and of the weights that correspond.
+inline bool sm90_multiplies_pairs(const ConvShape& s, const Sm90Plan& p) {
+  return p.element_bytes == 2 && p.row_bytes == 128 && s.in_channels * 2 % (128 * p.parts) == 0 && p.split == 1 &&
+         p.mode != PixelMode::kWindow && p.parts <= (p.mode == PixelMode::kRows && p.resident ? 2 : 1) &&
+         sm90_group_taps(s, p) == p.parts;
+}
+// Whether blocks may copy pixels for each other.
+inline bool sm90_pairs_blocks(const ConvShape& s, const Sm90Plan& p) {
+  return sm90_multiplies_pairs(s, p) && p.mode == PixelMode::kRows && p.channels >= 128 &&
+         ceil_div(s.out_channels, p.channels) % 2 == 0;
+}
 // Whether the kernel deals out the rest of `tiles` among `columns` blocks: where its loop over pairs of stages applies (half,
 // whole rows of 128 bytes), where each block gets a part at most, and where whole tiles would take another round.
 inline bool sm90_deals_rest(const ConvShape& s, const Sm90Plan& p, int64_t tiles, int64_t columns) {
   const int parts = sm90_rest_parts(p);
   const int64_t each = tiles / columns, rest = tiles % columns;
-  const bool pairs = p.element_bytes == 2 && p.row_bytes == 128 && s.in_channels * 2 % (128 * p.parts) == 0 && p.split == 1 &&
-                     p.mode != PixelMode::kWindow && p.parts <= (p.mode == PixelMode::kRows && p.resident ? 2 : 1);
-  return pairs && p.channels >= 128 && parts > 1 && rest > 0 && rest * parts <= columns && each >= p.workers &&
+  return sm90_multiplies_pairs(s, p) && p.channels >= 128 && parts > 1 && rest > 0 && rest * parts <= columns && each >= p.workers &&
          (p.resident || each % p.workers == 0);
 }
 

@@ -93,10 +93,16 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
   }
   const auto add = [&](Sm90Plan plan) {
     if (choose_stages(s, plan)) {
-      plans.push_back(plan);
-      plan.rest = sm90_deals_rest(s, plan, sm90_tiles(s, plan), sm90_columns(s, plan));
-      if (plan.rest) plans.push_back(plan);
-      plan.rest = false;
+      const bool rest = sm90_deals_rest(s, plan, sm90_tiles(s, plan), sm90_columns(s, plan));
+      for (const bool paired : {false, true}) {
+        plan.paired = paired;
+        if (paired && !sm90_pairs_blocks(s, plan)) continue;
+        plan.rest = false;
+        plans.push_back(plan);
+        plan.rest = true;
+        if (rest) plans.push_back(plan);
+      }
+      plan.paired = plan.rest = false;
     }
     // A reduction is split where that fills multiprocessors which would be idle.
     const bool splits = sm90_can_split(plan.channels, plan.element_bytes);
@@ -140,7 +146,7 @@ std::string sm90_name(const Sm90Plan& p) {
   const char* mode[] = {"rows", "window", "taps"};
   name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
        << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
-       << (p.rest ? "rest-" : "") << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
+       << (p.paired ? "paired-" : "") << (p.rest ? "rest-" : "") << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }
 

@@ -97,7 +97,7 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     pixel_bytes = planes * window.w * window.h * row;
     pixel_stages = planes * blocks;
   } else {
-    pixel_bytes = 64.0 * taps * row;
+    pixel_bytes = 64.0 * taps * row / (p.paired ? 2 : 1);
     pixel_stages = double(taps) * blocks;
   }
   const double weight_bytes = double(p.channels) * taps * row,

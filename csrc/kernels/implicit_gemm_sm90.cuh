@@ -102,6 +102,7 @@ struct KernelArgs {
   // Where stages of x and of the weights correspond: blocks of channels in a stage, and stages of a tile (multiply_pairs()).
   int pair_parts, pair_stages;  // 0: they do not
   bool in_turn;  // the products of a tile wait for those of the tile before, which another worker has
+  int half_bytes, half_pixels, half_columns;  // kPaired: from the half of a pixel stage that one block copies to the other's
   int rest_tiles, rest_first, rest_sharers;  // kRest: of a column of channels, the first one, workers that share a part
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
@@ -204,7 +205,7 @@ __device__ __forceinline__ RestWork rest_of_block(const KernelArgs& args, const 
   return {args.rest_first + tile, column % kParts, tile < args.rest_tiles};
 }
 
-template <bool kSplit>
+template <bool kSplit, bool kPaired>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
   int index = static_cast<int>(blockIdx.x), channel_tile;
@@ -216,6 +217,7 @@ __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
     work.first_block = work.rank * args.split_blocks;
     work.blocks = min(args.split_blocks, args.blocks - work.first_block);
   }
+  if constexpr (kPaired) work.rank = cluster_rank();
   args.by_channel_tiles.divide(index, work.column, channel_tile);
   work.first_channel = channel_tile * args.tile_channels;
   const bool longer = work.column < args.longer_columns;
@@ -233,8 +235,15 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 // All of the block: its barriers are set up. Called once by each warp, wherever it first uses one.
 __device__ __forceinline__ void wait_for_set_up() { asm volatile("bar.sync 0;" ::: "memory"); }
 
+// kPaired: the half of a pixel stage that block `rank` of the cluster copies for both.
+__device__ __forceinline__ void load_half(const KernelArgs& args, uint32_t leads, uint32_t filled, uint32_t to, int channel,
+                                          int pixel, int column, int rank) {
+  load_box_for_both(leads, to + rank * args.half_bytes, &args.x, filled, channel, pixel + rank * args.half_pixels,
+                    column + rank * args.half_columns, 0);
+}
+
 // A warp per worker: fills the worker's ring of pixel stages, tile after tile. `leads`: 1 in one lane, 0 in the others.
-template <int kRestParts>
+template <int kRestParts, bool kPaired>
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
   RingPosition at;
@@ -254,10 +263,14 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
       for (int j = 0; j < args.planes; ++j) {
         const Plane plane = args.plane[j];
         if (first) wait_for_set_up();
+        if (kPaired && first) cluster_wait();
         barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
-        if (args.mode == PixelMode::kWindow) {
+        if constexpr (kPaired) {
+          wait_once(column ^ channel ^ to ^ t.pixel);
+          load_half(args, leads, filled, to, channel, t.pixel, column, work.rank);
+        } else if (args.mode == PixelMode::kWindow) {
           const int right = left + plane.right, down = top + plane.down;
           wait_once(channel ^ right ^ down ^ t.n ^ to);
           load_box(leads, to, &args.x, filled, channel, right, down, t.n);
@@ -281,9 +294,17 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
     }
   }
   if (first) wait_for_set_up();  // a worker without tiles
+  if (kPaired && first) cluster_wait();
+  const auto leave = [&] {
+    // The other block's warps arrive on this block's barriers: not after its end.
+    for (int i = 0; kPaired && i < args.pixel_stages; ++i) {
+      barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
+      at.advance(args.pixel_stages);
+    }
+  };
   if constexpr (kRestParts > 0) {
     const RestWork rest = rest_of_block<kRestParts>(args, work);
-    if (!rest.any || worker >= args.rest_sharers) return;
+    if (!rest.any || worker >= args.rest_sharers) return leave();
     const TilePosition t = position_of(args, rest.tile);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
     int block = 0, j = worker;
@@ -295,8 +316,9 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
       barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
       barrier_expect(leads, filled, args.pixel_filled_bytes);
+      if constexpr (kPaired) load_half(args, leads, filled, to, channel, t.pixel, column, work.rank);
 #pragma unroll 1
-      for (int copy = 0; copy < args.pixel_copies; ++copy) {
+      for (int copy = 0; !kPaired && copy < args.pixel_copies; ++copy) {
         const uint32_t part = to + copy * args.copy_bytes;
         const int from = channel + copy * args.copy_channels;
         if (args.mode == PixelMode::kTaps) {
@@ -308,6 +330,7 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
       at.advance(args.pixel_stages);
     }
   }
+  leave();
 }
 
 // A warp: fills the weight stages, in the order in which the workers read them: once, or again for every round of
@@ -908,7 +931,7 @@ __device__ __forceinline__ void give_turn_if(uint32_t condition, int worker) {
 // does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
 // with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products; so did the warp
 // that copied each tap's weights. Now taps that are few bytes share a stage, and the steps of a stage are unrolled.
-template <class T, int kChannels, bool kPairLoops, bool kOnlyPairs>
+template <class T, int kChannels, bool kPairLoops, bool kOnlyPairs, bool kPaired>
 class Worker {
  public:
   __device__ __forceinline__ Worker(const KernelArgs& args, Ring pixel_ring, Ring weight_ring, uint32_t pixel_stages,
@@ -920,7 +943,9 @@ class Worker {
         first_weights_(descriptor_start(weight_stages)),
         pixel_layout_(descriptor_layout(args.row_bytes, args.group_bytes)),
         weight_layout_(descriptor_layout(args.row_bytes, 8 * args.row_bytes)),
-        signals_(threadIdx.x % 32 == 0) {}
+        signals_(threadIdx.x % 32 == 0) {
+    if constexpr (kPaired) other_block_ = address_in_block(0, cluster_rank() ^ 1) - address_in_block(0, cluster_rank());
+  }
 
   // Products of a tile, from block `first` of the input channels to the one before `end`, round: all if it is the same,
   // never none. Resident weights lie in shared memory in
@@ -964,6 +989,12 @@ class Worker {
   }
 
  private:
+  // After wgmma_wait(): the stage may be filled again. kPaired: with halves from both blocks, so both are told.
+  __device__ __forceinline__ void release_pixels(uint32_t emptied) {
+    barrier_arrive_if(emptied, release_pixels_);
+    if constexpr (kPaired) barrier_arrive_in_block_if(emptied + other_block_, release_pixels_);
+  }
+
   // Rows or taps, blocks of 128 bytes of channels, kParts of them in a stage of x and in one of the weights: nothing is
   // looked up from one stage to the next.
   template <bool kStreamed, int kParts>
@@ -1003,14 +1034,14 @@ class Worker {
         weights += kParts * kWeightPart;
         ++weight_at_.stage;
       }
-      barrier_arrive_if(emptied, release_pixels_);
+      release_pixels(emptied);
       emptied = pixel_ring_.emptied(pixel_at_.stage);
       release_pixels_ = signals_;
       pixel_at_.advance(pixel_ring_.stages);
     } while (--left > 0);
     if constexpr (!kStreamed) give_turn_if(next >= 0, next);
     wgmma_wait<0>();
-    barrier_arrive_if(emptied, release_pixels_);
+    release_pixels(emptied);
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
   }
 
@@ -1048,13 +1079,13 @@ class Worker {
       } else {
         weights += step;
       }
-      barrier_arrive_if(emptied, release_pixels_);
+      release_pixels(emptied);
       emptied = pixel_ring_.emptied(pixel_at_.stage);
       release_pixels_ = signals_;
       pixel_at_.advance(pixel_ring_.stages);
     } while (--left > 0);
     wgmma_wait<0>();
-    barrier_arrive_if(emptied, release_pixels_);
+    release_pixels(emptied);
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
   }
 
@@ -1184,6 +1215,7 @@ class Worker {
   uint32_t first_pixels_, first_weights_;  // descriptors of the first stages
   uint32_t pixel_layout_, weight_layout_;
   uint32_t signals_;  // one lane a warp
+  uint32_t other_block_ = 0;  // kPaired: from an address of this block to the same one of the other
   RingPosition pixel_at_, weight_at_;
   uint32_t weights_emptied_ = 0, release_weights_ = 0, release_pixels_ = 0;
 };
@@ -1233,9 +1265,9 @@ __device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const
   return shared_address(shared) + args.offset_rings - 8;
 }
 
-template <class T, int kChannels, bool kSplit, bool kStats, bool kRest>
+template <class T, int kChannels, bool kSplit, bool kStats, bool kRest, class WorkerType>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args,
-                                              Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest> worker, int warp,
+                                              WorkerType worker, int warp,
                                               const BlockWork& work, char* shared) {
   const int index = warp / 4;  // of the worker
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel, warp);
@@ -1362,7 +1394,7 @@ __device__ __forceinline__ void set_up(Ring ring, int readers) {
 
 // kSplit: a kernel of its own, since what it adds takes the descriptors of the other's loops out of uniform registers,
 // which made them up to 20 % slower.
-template <class T, int kChannels, bool kSplit, bool kStats, bool kRest>
+template <class T, int kChannels, bool kSplit, bool kStats, bool kRest, bool kPaired>
 __global__ __launch_bounds__(kMaxThreads<kChannels>,
                              1) void implicit_gemm_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
@@ -1382,7 +1414,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     const int worker = warp / 4, part = warp % 4;
     if (part == 0) {
       if (warp == 0) prefetch_tensor_map(&args.x);
-      set_up(pixel_ring(worker), 4);
+      set_up(pixel_ring(worker), kPaired ? 8 : 4);
     } else if (part == 1 && worker == 0) {
       prefetch_tensor_map(&args.weight[0]);
       set_up(weight_ring, 4 * args.workers);
@@ -1403,7 +1435,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     }
     barrier_init_fence();
   }
-  const BlockWork work = work_of_block<kSplit>(args);
+  const BlockWork work = work_of_block<kSplit, kPaired>(args);
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
@@ -1412,22 +1444,22 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
     wait_for_set_up();
-    if constexpr (kSplit) cluster_arrive();
+    if constexpr (kSplit || kPaired) cluster_arrive();
     wait_for_earlier_kernels();
     if constexpr (!folds_beside_products(kChannels)) {
       fold_channels<T, kChannels, 1>(args, shared, work.first_channel, threadIdx.x, 128 * args.workers);
     }
-    if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
+    if constexpr (kSplit || kPaired) cluster_wait();  // the barriers of all blocks are set up
     compute_tiles<T, kChannels, kSplit, kStats, kRest>(args,
-                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest>(
+                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest, kPaired>(
                                                     args, pixel_ring(worker), weight_ring, pixel_stages(worker), base),
                                                 warp, work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
-    if constexpr (kSplit) cluster_arrive();
-    load_pixels_of<kRest ? kStoreParts<T, kChannels> : 0>(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
+    if constexpr (kSplit || kPaired) cluster_arrive();
+    load_pixels_of<kRest ? kStoreParts<T, kChannels> : 0, kPaired>(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
   } else {
-    if constexpr (kSplit) cluster_arrive();
+    if constexpr (kSplit || kPaired) cluster_arrive();
     load_weights<kRest ? kStoreParts<T, kChannels> : 0, kChannels / kStoreParts<T, kChannels>>(args, leads, weight_ring, base, work, [&] {
       if constexpr (folds_beside_products(kChannels)) {
         fold_channels<T, kChannels, ceil_div(kChannels, 32)>(args, shared, work.first_channel, lane, 32);
@@ -1435,6 +1467,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     });
   }
   if (kSplit && warp >= 4 * args.workers) cluster_wait();
+  if (kPaired && warp == 5 * args.workers) cluster_wait();
 #endif
 }
 
@@ -1466,15 +1499,15 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
              h = static_cast<cuuint64_t>(s.in_h), n = static_cast<cuuint64_t>(s.batch);
   if (plan.mode == PixelMode::kRows) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
-    const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan));
+    const auto parts = static_cast<cuuint32_t>(sm90_group_taps(s, plan)), halves = plan.paired ? 2u : 1u;
     const cuuint64_t row = bytes(x.w);
     if (parts > 1) {
       return tensor_map(kName, "x", type, a.x, {channels, pixels, c / channels, 1},
-                        {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts, 1},
+                        {row, cuuint64_t(plan.row_bytes), row * pixels}, {channels, kTilePixels, parts / halves, 1},
                         {1, 1, 1, 1}, plan.row_bytes);
     }
     return tensor_map(kName, "x", type, a.x, {c, pixels, 1, 1}, {row, row * pixels, row * pixels},
-                      {channels, kTilePixels, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
+                      {channels, kTilePixels / halves, 1, 1}, {1, 1, 1, 1}, plan.row_bytes);
   }
   const auto step_w = static_cast<cuuint32_t>(s.stride_w), step_h = static_cast<cuuint32_t>(s.stride_h);
   if (plan.mode == PixelMode::kWindow) {
@@ -1595,7 +1628,7 @@ bool is_uneven(const ConvArgs& a, const Sm90Plan& plan) {
   return plan.mode == PixelMode::kRows && (x.h != x.w * a.shape.in_w || x.n != x.h * a.shape.in_h);
 }
 
-template <class T, int kChannels, bool kStats, bool kRest>
+template <class T, int kChannels, bool kStats, bool kRest, bool kPaired = false>
 void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileStats& stats, cudaStream_t stream) {
   constexpr int kBytes = sizeof(T), kChunk = kLanesOf16Bytes<T>;
   const ConvShape& s = a.shape;
@@ -1680,9 +1713,12 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.longer_columns = k.tiles % k.columns;
   constexpr int kParts = kStoreParts<T, kChannels>;
   if constexpr (kRest) {
-    k.rest_tiles = std::exchange(k.longer_columns, 0);
+    k.rest_tiles = plan.rest ? std::exchange(k.longer_columns, 0) : 0;
     k.rest_first = k.column_tiles * k.columns;
     k.rest_sharers = sm90_rest_sharers(plan, k.pair_stages);
+    k.half_bytes = k.pixel_filled_bytes / 2;
+    k.half_pixels = plan.parts == 1 ? kTilePixels / 2 : 0;
+    k.half_columns = plan.parts == 1 ? 0 : 1;
     Sm90Plan part = plan;
     part.channels = kChannels / kParts;
     if (!plan.resident) k.rest_weight = weight_map(a, dtype, part, 1, 1, 1, 1);
@@ -1721,10 +1757,10 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
 
   const unsigned int grid = checked_grid(int64_t(k.columns) * channel_tiles * plan.split, kName);
   const auto start = [&]<bool kSplit>(std::bool_constant<kSplit>) {
-    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats, kRest>;
+    constexpr auto kKernel = implicit_gemm_sm90_kernel<T, kChannels, kSplit, kStats, kRest, kPaired>;
     // Per device and context: cheap enough (under a microsecond) to repeat instead of remembering per device.
     allow_shared_bytes(kKernel, layout.bytes);
-    launch_clusters<kKernel>(kName, plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
+    launch_clusters<kKernel>(kName, kPaired ? 2 : plan.split, grid, 160 * plan.workers + 32, layout.bytes, stream, k);
   };
   if (plan.split == 1) return start(std::false_type());
   if constexpr (!kStats && !kRest && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
