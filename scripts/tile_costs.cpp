@@ -11,7 +11,7 @@ struct Query {
   ConvShape shape;
   int element;  // bytes of x, weights and y
   int tile;  // of kGemmTiles; -1: a plan of the sm90 kernel, -2: of that for small grids
-  int pixels, channels, depth, mode, resident, paired, rest, split, pixel_stages, weight_stages;  // as in its name
+  int pixels, channels, depth, mode, resident, split, pixel_stages, weight_stages;  // as in its name
 };
 
 // costs: their number, then the members of TileCosts. Returns 1 if they are not as many, 2 for a plan that the layer does
@@ -39,8 +39,6 @@ extern "C" int tile_costs(const double* costs, int count, const Query* queries, 
     if (plan.parts < 1) return 2;
     plan.mode = static_cast<PixelMode>(q.mode);
     plan.resident = q.resident;
-    plan.paired = q.paired;
-    plan.rest = q.rest;
     plan.split = q.split;
     plan.pixel_stages = q.pixel_stages;
     plan.weight_stages = q.weight_stages;

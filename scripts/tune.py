@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Times the kernels that the menu chooses among, and fits its estimates (csrc/device/tile_costs.h) to the times.
 
-Layers whose fastest kernel the estimates miss go into a table (csrc/host/tuned_layers.inc, and tuned_layers_tf32.inc).
+Layers whose fastest kernel the estimates miss go into a table (csrc/host/tuned_layers.inc, and tuned_layers_tf32.inc);
+those where a plan by which blocks share work is faster still, of which there are no estimates, into
+tuned_layers_shared.inc.
 
     scripts/tune.py sweep out=FILE [KEY=VALUE ...]       time the candidates of each dense layer; needs a GPU
     scripts/tune.py fit sweep=FILE[,FILE] [KEY=VALUE ...]    fit, and print what the choices lose on the best ones
 
 sweep: model=n,s,m,l,x  default: all    batch=1,32  default    dtype=fp16|bf16|tf32    default: fp16
-       imgsz=640        default         top=N       candidates of a layer; default: all, which are 100 at most
+       imgsz=640        default         top=N       candidates of a layer; default: all, which are 150 at most
        replays=5        default         budget=SECONDS  stop after that and write what there is; default: none
 fit:   seconds=60       of search; default          validate=True    fit half of the layers, judge by the other half
        write=True       the constants and the table; default: False, print them
@@ -53,6 +55,7 @@ Vector = NDArray[np.float64]
 HEADER = ROOT / "csrc" / "device" / "tile_costs.h"
 TABLE = ROOT / "csrc" / "host" / "tuned_layers.inc"
 TF32_TABLE = TABLE.with_name("tuned_layers_tf32.inc")
+SHARED_TABLE = TABLE.with_name("tuned_layers_shared.inc")
 SOURCES = ("scripts/tile_costs.cpp", "csrc/host/tile_costs.cpp", "csrc/host/sm90_plan.cpp")
 CYCLES_PER_US = 1755
 """The clock of an H200 under load."""
@@ -66,7 +69,7 @@ class Options:
     batch: tuple[int, ...] = (1, 32)
     dtype: str = "fp16"
     imgsz: int = 640
-    top: int = 100
+    top: int = 150
     replays: int = 5
     budget: float = float("inf")
     out: Path | None = None
@@ -231,14 +234,17 @@ class _Query(ctypes.Structure):
                 "element",
                 "tile",
             ),
-            *("pixels", "channels", "depth", "mode", "resident", "paired", "rest", "split", "pixel_stages", "weight_stages"),
+            *("pixels", "channels", "depth", "mode", "resident", "split", "pixel_stages", "weight_stages"),
         )
     ]
 
 
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
-_SM90 = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(paired-)?(rest-)?(?:split(\d)-)?(\d+)\+(\d+)")
+_SM90 = re.compile(
+    r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:paired-)?(?:rest-)?(?:split(\d)-)?(\d+)\+(\d+)"
+)
+_SHARED = re.compile("-(paired|rest)-")
 _ONCE = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-\w+-once")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
@@ -280,9 +286,9 @@ class Model:
         found = _SM90.fullmatch(kernel)
         if not found:
             raise UsageError(f"no estimate for {kernel!r}")
-        pixels, channels, depth, mode, weights, paired, rest, split, *stages = found.groups()
+        pixels, channels, depth, mode, weights, split, *stages = found.groups()
         sizes = map(int, (pixels, channels, depth))
-        ways = _MODES.index(mode), weights == "resident", paired is not None, rest is not None, int(split or 1)
+        ways = _MODES.index(mode), weights == "resident", int(split or 1)
         return _Query(*shape, -1, *sizes, *ways, *map(int, stages))
 
     def cycles(self, queries: ctypes.Array[_Query], costs: Vector) -> Vector:
@@ -392,6 +398,7 @@ def search(loss: Callable[[Vector], float], start: Vector, seconds: float) -> Ve
 def fit(options: Options) -> int:
     """Fit the constants, print them and what the choices lose. Returns the exit status."""
     layers: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    shared: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     precisions = set()
     for path in options.sweep:
         try:
@@ -401,7 +408,9 @@ def fit(options: Options) -> int:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: not a file of scripts/tune.py sweep: {error}") from None
         for row in rows:
-            layers[tuple(row[field] for field in FIELDS)].update(row["us"])
+            layer = tuple(row[field] for field in FIELDS)
+            for name, us in row["us"].items():
+                (shared if _SHARED.search(name) else layers)[layer][name] = us
     if not layers:
         raise UsageError("fit needs sweep=FILE with timings")
     if len(precisions) > 1:
@@ -440,6 +449,8 @@ def fit(options: Options) -> int:
     print(f"With the table of {len(table)} layers:")
     print(regrets(timings, after))
     print(worst(timings, after))
+    shared_table = shared_layers(timings, after, shared, options.least)
+    print(f"Faster where blocks share work: {len(shared_table)} layers")
     for name, old, new in zip(model.names, model.defaults, costs, strict=True):
         print(f"{name:20} {old:8g} -> {new:.3g}")
     if options.write:
@@ -452,11 +463,40 @@ def fit(options: Options) -> int:
                 _COST.sub(lambda found: f"  double {found[1]} = {rounded[found[1]]};", text), encoding="utf-8"
             )
             print(f"tune: wrote {records.shown(HEADER)}")
-        path = TF32_TABLE if tf32 else TABLE
-        rows = (", ".join([*map(str, shape), f'"{name}"']) for shape, name in sorted(table.items()))
-        path.write_text("".join(f"{{{row}}},\n" for row in rows), encoding="utf-8")
-        print(f"tune: wrote {records.shown(path)}")
+        tables = {TF32_TABLE: table} if tf32 else {TABLE: table, SHARED_TABLE: shared_table}
+        for path, named in tables.items():
+            rows = (", ".join([*map(str, shape), f'"{name}"']) for shape, name in sorted(named.items()))
+            path.write_text("".join(f"{{{row}}},\n" for row in rows), encoding="utf-8")
+            print(f"tune: wrote {records.shown(path)}")
     return 0
+
+
+def shapes_of(timings: Timings) -> dict[tuple[int, ...], list[int]]:
+    """The layers of each shape that a table may hold: (batch, input and output channels, map, filter, stride)."""
+    shapes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, (batch, ci, co, h, w, k, s, p, _act) in enumerate(timings.layers):
+        if h == w and p == k // 2:
+            shapes[batch, ci, co, h, k, s].append(index)
+    return shapes
+
+
+def shared_layers(
+    timings: Timings,
+    chosen: NDArray[np.int64],
+    shared: dict[tuple[Any, ...], dict[str, float]],
+    least: float,
+) -> dict[tuple[int, ...], str]:
+    """Shapes that are `least` faster with one of the `shared` kernels than with the chosen one, and that kernel."""
+    table = {}
+    for shape, layers in shapes_of(timings).items():
+        times = [shared.get(timings.layers[layer], {}) for layer in layers]
+        sums = {
+            name: sum(one[name] for one in times) for name in times[0] if all(name in one for one in times)
+        }
+        best = min(sums, key=lambda name: sums[name], default=None)
+        if best is not None and sum(timings.us[chosen[layer]] for layer in layers) > (1 + least) * sums[best]:
+            table[shape] = best
+    return table
 
 
 def tuned_layers(timings: Timings, chosen: NDArray[np.int64], least: float) -> dict[tuple[int, ...], str]:
@@ -465,12 +505,8 @@ def tuned_layers(timings: Timings, chosen: NDArray[np.int64], least: float) -> d
     A shape is (batch, input and output channels, map, filter, stride). Layers that differ in their activation have one
     kernel: the fastest in sum.
     """
-    shapes: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, (batch, ci, co, h, w, k, s, p, _act) in enumerate(timings.layers):
-        if h == w and p == k // 2:
-            shapes[batch, ci, co, h, k, s].append(index)
     table = {}
-    for shape, layers in shapes.items():
+    for shape, layers in shapes_of(timings).items():
         parts = [slice(timings.first[layer], timings.first[layer] + timings.sizes[layer]) for layer in layers]
         times = [dict(zip(timings.kernels[part], timings.us[part], strict=True)) for part in parts]
         sums = {

@@ -179,7 +179,7 @@ def test_candidates_begin_with_the_choice(capability):
     for case in [*shapes(), *cases.AWKWARD]:
         names = candidates(case, torch.float16, capability)
         assert names[0] == "/".join(kernel(case, torch.float16, capability))
-        assert len(set(names)) == len(names) <= 100, case
+        assert len(set(names)) == len(names) <= 150, case
         assert names == candidates(case, torch.float16, capability)
 
 
@@ -255,7 +255,7 @@ def test_the_rest_of_the_tiles_is_dealt_out_where_each_block_gets_a_part_at_most
     def tiles(case: cases.Case, dtype: torch.dtype = torch.float16) -> set[str]:
         return {way.split("x")[1] for way, _, _ in sm90_plans(case, dtype) if way.endswith("-rest")}
 
-    # 200 tiles of 64 pixels: 33 columns of blocks for 192 of 768 channels leave 2, in 6 parts; 44 for 256 leave 24, in 96.
+    # 200 tiles of 64 pixels: 33 columns for 192 of 768 channels leave 2, in 6 parts; 44 for 256 leave 24, in 96.
     assert tiles(cases.Case("768", 1536, 768, 20, 20, batch=32)) == {"128", "192"}
     assert tiles(cases.Case("taps", 768, 768, 40, 40, kernel=(3, 3), stride=(2, 2), padding=(1, 1), batch=32))
     # 800: 132, 66 and 44 columns leave 8 each, in 32, 16 and 24 parts.
@@ -313,13 +313,23 @@ def test_kernels_for_small_grids_are_plans_where_all_blocks_run_at_once():
 @needs_sm90
 @pytest.mark.parametrize(
     ("file", "dtypes"),
-    [("tuned_layers", (torch.float16, torch.bfloat16)), ("tuned_layers_tf32", (torch.float32,))],
+    [
+        ("tuned_layers", (torch.float16, torch.bfloat16)),
+        ("tuned_layers_shared", (torch.float16, torch.bfloat16)),
+        ("tuned_layers_tf32", (torch.float32,)),
+    ],
 )
 def test_tuned_layers_begin_with_the_kernel_that_was_timed(file, dtypes):
-    table = (Path(__file__).parent.parent / "csrc" / "host" / f"{file}.inc").read_text()
-    rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
-    assert len(rows) == len(table.splitlines()) > 20
-    for *sizes, name in rows:
+    def rows_of(file: str) -> list[tuple[str, ...]]:
+        table = (Path(__file__).parent.parent / "csrc" / "host" / f"{file}.inc").read_text()
+        rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
+        assert len(rows) == len(table.splitlines()) > 20
+        return rows
+
+    shared = {tuple(sizes) for *sizes, _ in rows_of("tuned_layers_shared")}
+    for *sizes, name in rows_of(file):
+        if file == "tuned_layers" and tuple(sizes) in shared:
+            continue  # what serves the layer where that kernel can't
         batch, ci, co, size, k, stride = map(int, sizes)
         case = cases.Case(
             "tuned",

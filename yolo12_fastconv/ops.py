@@ -985,7 +985,7 @@ def kernel_candidates(
 ) -> list[str]:
     """Names of the kernels that the tile menu weighs for a convolution, the best estimate first; arguments as
     `describe_kernel`. With one of them in ``YOLO12_FASTCONV_KERNEL``, the convolution runs it. At least one, at most
-    100.
+    150.
 
     Raises:
         RuntimeError: the compiled library is not loaded.

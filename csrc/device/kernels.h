@@ -16,10 +16,9 @@ namespace yolo12_fastconv {
 void implicit_gemm(const ConvArgs& args, DType dtype, const GemmTile& tile, cudaStream_t stream);
 // The same in half and bfloat16, for compute capability 9.0. kernels/implicit_gemm_sm90.cuh
 void implicit_gemm_sm90(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
-// The same for plans with `rest`, where fits_implicit_gemm_sm90_rest() says so of the GPU and of x's layout; else the kernel
-// above runs them as if without. kernels/implicit_gemm_sm90_rest.cu
-bool fits_implicit_gemm_sm90_rest(const ConvArgs& args, const Sm90Plan& plan);
-void implicit_gemm_sm90_rest(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
+// The same for plans by which blocks share work, where the GPU and x's layout allow it. kernels/implicit_gemm_sm90_shared.cu
+bool fits_implicit_gemm_sm90_shared(const ConvArgs& args, const Sm90Plan& plan);
+void implicit_gemm_sm90_shared(const ConvArgs& args, DType dtype, const Sm90Plan& plan, cudaStream_t stream);
 // The same for small grids, 1x1 and 3x3, where layout and alignment allow it. kernels/implicit_gemm_sm90_once.cu
 bool fits_implicit_gemm_sm90_once(const ConvArgs& args, const Sm90OncePlan& plan);
 void implicit_gemm_sm90_once(const ConvArgs& args, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream);

@@ -34,6 +34,8 @@ struct Sm90Plan {
   int split = 1;  // blocks of a cluster among which the input channels of a tile are dealt out
   bool paired = false;  // two blocks with neighbouring tiles of channels copy each half of the pixels for both
   bool rest = false;  // the tiles that are left when all blocks have the same number of them are dealt out in parts
+  // Plans of kernels/implicit_gemm_sm90_shared.cu. The estimates do not tell them from those without.
+  bool shares() const { return paired || rest; }
   bool operator==(const Sm90Plan&) const = default;
 };
 
@@ -160,6 +162,9 @@ inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 
+// Paired blocks run in a cluster. Each copies half of every stage of pixels into the shared memory of both (multicast), so that
+// pixels cross L2 half as often; a stage is filled again when the workers of both have read it.
+//
 // The rest of the tiles. On 132 multiprocessors, 66, 44, 33 or 22 blocks share the tiles of the same channels, and of YOLO12's
 // maps at batch 32, of 2^k * 25 tiles, each gets as many, but for 1 %: for these a whole round of tiles would pass. So a block
 // gets some channels (a part) of one of them, whose reduction its workers share.
@@ -186,8 +191,8 @@ inline bool sm90_pairs_blocks(const ConvShape& s, const Sm90Plan& p) {
 inline bool sm90_deals_rest(const ConvShape& s, const Sm90Plan& p, int64_t tiles, int64_t columns) {
   const int parts = sm90_rest_parts(p);
   const int64_t each = tiles / columns, rest = tiles % columns;
-  return sm90_multiplies_pairs(s, p) && p.channels >= 128 && parts > 1 && rest > 0 && rest * parts <= columns && each >= p.workers &&
-         (p.resident || each % p.workers == 0);
+  return sm90_multiplies_pairs(s, p) && p.channels >= 128 && parts > 1 && rest > 0 && rest * parts <= columns &&
+         each >= p.workers && (p.resident || each % p.workers == 0);
 }
 
 // All plans that the kernel can run the convolution with; none where it can't. Takes for granted: half, bfloat16, or float

@@ -43,12 +43,14 @@ struct KernelChoice {
   DepthwisePlan depthwise = {};  // kDepthwiseMma only
   // kImplicitGemmSm90: the kernel for small grids, if it has channels; `sm90` where layout or statistics rule it out.
   Sm90OncePlan once = {};
+  // The same for plans by which blocks share work (Sm90Plan::shares()).
+  Sm90Plan shared = {};
 };
 
 // The first of kernel_candidates(), or the one that YOLO12_FASTCONV_KERNEL names.
 KernelChoice choose_kernel(const MenuQuery& query);
-// Kernels that can serve the convolution under YOLO12_FASTCONV_TARGET, at least one, at most 100, the one with the lowest
-// estimate first, or one that was timed.
+// Kernels that can serve the convolution under YOLO12_FASTCONV_TARGET, at least one, at most 150, the one with the lowest
+// estimate first, or one that was timed. Plans by which blocks share work are first only where they were timed.
 std::vector<KernelChoice> kernel_candidates(const MenuQuery& query);
 // "family/target/tile". For people: launches do without it.
 std::string kernel_name(const KernelChoice& choice, const ConvShape& shape);

@@ -247,8 +247,8 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, c
     implicit_gemm_sm90_stats(args, dtype_, choice.sm90, stats, stream_);
   } else if (sm90 && choice.once.channels > 0 && fits_implicit_gemm_sm90_once(args, choice.once)) {
     implicit_gemm_sm90_once(args, dtype_, choice.once, stream_);
-  } else if (sm90 && (choice.sm90.rest || choice.sm90.paired) && fits_implicit_gemm_sm90_rest(args, choice.sm90)) {
-    implicit_gemm_sm90_rest(args, dtype_, choice.sm90, stream_);
+  } else if (sm90 && choice.shared.channels > 0 && fits_implicit_gemm_sm90_shared(args, choice.shared)) {
+    implicit_gemm_sm90_shared(args, dtype_, choice.shared, stream_);
   } else if (sm90) {
     implicit_gemm_sm90(args, dtype_, choice.sm90, stream_);
   } else {

@@ -146,7 +146,8 @@ std::string sm90_name(const Sm90Plan& p) {
   const char* mode[] = {"rows", "window", "taps"};
   name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
        << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
-       << (p.paired ? "paired-" : "") << (p.rest ? "rest-" : "") << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
+       << (p.paired ? "paired-" : "") << (p.rest ? "rest-" : "")
+       << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }
 

@@ -97,13 +97,13 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     pixel_bytes = planes * window.w * window.h * row;
     pixel_stages = planes * blocks;
   } else {
-    pixel_bytes = 64.0 * taps * row / (p.paired ? 2 : 1);
+    pixel_bytes = 64.0 * taps * row;
     pixel_stages = double(taps) * blocks;
   }
   const double weight_bytes = double(p.channels) * taps * row,
                weight_stages = double(sm90_weight_groups(s, p)) * blocks;
   const int64_t tiles = sm90_tiles(s, p), columns = sm90_columns(s, p);
-  const int64_t column_tiles = p.rest ? tiles / columns : ceil_div<int64_t>(tiles, columns);
+  const int64_t column_tiles = ceil_div<int64_t>(tiles, columns);
   const int64_t full_rounds = column_tiles / p.workers;
   const int rest = static_cast<int>(column_tiles % p.workers);  // tiles of the last round, if it is not full
   const double waves = ceil_div(channel_tiles, kMultiprocessors);
@@ -146,13 +146,8 @@ double sm90_cycles(const ConvShape& s, const Sm90Plan& p, const TileCosts& c) {
     transfer = (waves * column_tiles * pixel_bytes + rounds * weight_bytes) / c.l2_bytes;
   }
   const double set_up = c.set_up + (p.resident ? weight_bytes / c.first_weight_bytes : 0);
-  // A ring of few stages waits for each of them; the others' epilogues run meanwhile.
-  const double part = p.rest ? pixel_stages / sm90_rest_sharers(p, static_cast<int>(pixel_stages)) *
-                                       std::max(c.latency / (p.pixel_stages - 1), p.parts * 4 * 48.0) +
-                                   c.tile + c.channel * p.channels / sm90_rest_parts(p)
-                             : 0;
   const double exchange = p.split > 1 ? c.split + sm90_exchange_bytes(p) / c.split_bytes : 0;
-  return set_up + exchange + part + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c.overlap);
+  return set_up + exchange + overlapped({compute, transfer, memory_cycles(s, p.element_bytes, c)}, c.overlap);
 }
 
 double sm90_once_cycles(const ConvShape& s, const Sm90OncePlan& p, const TileCosts& c) {

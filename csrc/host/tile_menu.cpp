@@ -31,7 +31,7 @@ namespace {
 
 // Tensor cores with cp.async and bfloat16 begin at 8.0.
 constexpr int kFirstTensorCoreCapability = 80;
-constexpr size_t kMostCandidates = 100;
+constexpr size_t kMostCandidates = 150;
 
 bool is_depthwise(const ConvShape& s) {
   const bool size = s.kernel_h == 3 || s.kernel_h == 5 || s.kernel_h == 7;
@@ -168,6 +168,11 @@ struct TunedLayer {
 constexpr TunedLayer kTunedLayers[] = {
 #include "tuned_layers.inc"
 };
+// The same of layers whose fastest timed kernel is one whose blocks share work, against the fastest of the others, which
+// serves them where that one can't.
+constexpr TunedLayer kTunedSharedLayers[] = {
+#include "tuned_layers_shared.inc"
+};
 // The same of float in TF32, to which the estimates are not fitted: 6 % of the time of m's dense layers at batch 32. Layers
 // that add a residual in a model are timed with it: not all tiles have it brought by the copy engine.
 constexpr TunedLayer kTunedTf32Layers[] = {
@@ -203,8 +208,9 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   if (tensor_cores && is_stem(s, query.dtype)) return {{Family::kStem, {}, {}}};
   std::vector<std::pair<double, KernelChoice>> weighed;
   if (tensor_cores && query.capability == kSm90Capability && has_sm90_kernels() && target != "sm80") {
-    for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {
-      weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
+    const std::vector<Sm90Plan> plans = sm90_plans(s, size_of(query.dtype));
+    for (const Sm90Plan& plan : plans) {
+      if (!plan.shares()) weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, plan}});
     }
     if (half && !weighed.empty()) {
       const Sm90Plan otherwise = std::min_element(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) {
@@ -212,6 +218,11 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
                                  })->second.sm90;
       for (const Sm90OncePlan& plan : sm90_once_plans(s)) {
         weighed.push_back({sm90_once_cycles(s, plan), {Family::kImplicitGemmSm90, {}, otherwise, {}, plan}});
+      }
+      for (const Sm90Plan& plan : plans) {
+        if (plan.shares()) {
+          weighed.push_back({sm90_cycles(s, plan), {Family::kImplicitGemmSm90, {}, otherwise, {}, {}, plan}});
+        }
       }
     }
   }
@@ -222,10 +233,21 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
     }
   }
   std::stable_sort(weighed.begin(), weighed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  if (const char* tuned = half ? tuned_kernel(kTunedLayers, s) : tuned_kernel(kTunedTf32Layers, s)) {
-    const auto named = std::find_if(weighed.begin(), weighed.end(),
-                                    [&](const auto& one) { return kernel_name(one.second, s) == tuned; });
-    if (named != weighed.end()) std::rotate(weighed.begin(), named, named + 1);
+  const auto prefer = [&](auto&& wanted) {
+    const auto found =
+        std::find_if(weighed.begin(), weighed.end(), [&](const auto& one) { return wanted(one.second); });
+    if (found != weighed.end()) std::rotate(weighed.begin(), found, found + 1);
+    return found != weighed.end();
+  };
+  const auto prefer_named = [&](const char* name) {
+    return name != nullptr && prefer([&](const KernelChoice& choice) { return kernel_name(choice, s) == name; });
+  };
+  prefer([](const KernelChoice& choice) { return !choice.shared.shares(); });
+  prefer_named(half ? tuned_kernel(kTunedLayers, s) : tuned_kernel(kTunedTf32Layers, s));
+  if (half) {
+    const Sm90Plan otherwise = weighed.empty() ? Sm90Plan() : weighed.front().second.sm90;
+    const bool shares = prefer_named(tuned_kernel(kTunedSharedLayers, s));
+    if (shares && otherwise.channels > 0) weighed.front().second.sm90 = otherwise;
   }
   if (weighed.empty()) {
     std::vector<KernelChoice> choices = {{Family::kDirect, {}, {}}};
@@ -285,7 +307,8 @@ std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
   switch (choice.family) {
     case Family::kImplicitGemm: return tile_name(choice.tile);
     case Family::kImplicitGemmSm90:
-      return choice.once.channels > 0 ? sm90_once_name(s, choice.once) : sm90_name(choice.sm90);
+      if (choice.once.channels > 0) return sm90_once_name(s, choice.once);
+      return sm90_name(choice.shared.channels > 0 ? choice.shared : choice.sm90);
     case Family::kDepthwiseMma: return "depthwise/mma/" + filter;
     case Family::kDepthwise: return "depthwise/simt/" + filter;
     case Family::kStem:

@@ -27,10 +27,11 @@
 // block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
 // float, tiles of 96 and 192 channels spilled.
 //
-// kRest: a variant for plans with `rest` (device/sm90_plan.h), with no other loops than multiply_pairs().
+// kRest, kPaired: variants for plans with `rest` and `paired` (device/sm90_plan.h), with no other loops than those over pairs of
+// stages, for which there would be no registers.
 //
 // Compiled in four parts: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_float.cu, implicit_gemm_sm90_stats.cu,
-// implicit_gemm_sm90_rest.cu.
+// implicit_gemm_sm90_shared.cu.
 #pragma once
 
 #include <cuda.h>
@@ -102,7 +103,8 @@ struct KernelArgs {
   // Where stages of x and of the weights correspond: blocks of channels in a stage, and stages of a tile (multiply_pairs()).
   int pair_parts, pair_stages;  // 0: they do not
   bool in_turn;  // the products of a tile wait for those of the tile before, which another worker has
-  int half_bytes, half_pixels, half_columns;  // kPaired: from the half of a pixel stage that one block copies to the other's
+  int half_bytes, half_pixels,
+      half_columns;  // kPaired: from the half of a pixel stage that one block copies to the other's
   int rest_tiles, rest_first, rest_sharers;  // kRest: of a column of channels, the first one, workers that share a part
   int store_lanes;  // without boxes: channels that are stored at once
   int tiles, columns;  // pixel tiles; blocks (or clusters) per channel tile
@@ -236,8 +238,8 @@ __device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int 
 __device__ __forceinline__ void wait_for_set_up() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // kPaired: the half of a pixel stage that block `rank` of the cluster copies for both.
-__device__ __forceinline__ void load_half(const KernelArgs& args, uint32_t leads, uint32_t filled, uint32_t to, int channel,
-                                          int pixel, int column, int rank) {
+__device__ __forceinline__ void load_half(const KernelArgs& args, uint32_t leads, uint32_t filled, uint32_t to,
+                                          int channel, int pixel, int column, int rank) {
   load_box_for_both(leads, to + rank * args.half_bytes, &args.x, filled, channel, pixel + rank * args.half_pixels,
                     column + rank * args.half_columns, 0);
 }
@@ -639,14 +641,7 @@ class TileWriter {
             load_residual(tile, part + 1);
           }
         } else {
-          __syncwarp();
-          if (sizeof(T) == 2 && args_.store_lanes == 4) {
-            copy_out<8 / sizeof(T)>(buffer, tile, warp, lane, channel);
-          } else if (args_.store_lanes == 2) {
-            copy_out<2>(buffer, tile, warp, lane, channel);
-          } else {
-            copy_out<1>(buffer, tile, warp, lane, channel);
-          }
+          copy_rows(buffer, tile, warp, lane, channel);
         }
         if constexpr (kStats) {
           if (rows != 0) moments_.add(part, buffer, rows);
@@ -656,11 +651,11 @@ class TileWriter {
     if constexpr (kStats) moments_.count(rows);
   }
 
-  // A part of a tile whose reduction the first `sharers` workers of the block have shared: their sums are added in the order of
-  // the workers, by the first one, which then writes as above.
+  // kRest: a part of a tile whose reduction the first `sharers` workers of the block have shared. Their sums are added in the
+  // order of the workers, by the first one, which then writes as above.
   template <bool kSilu>
-  __device__ __forceinline__ void write_part(float (&sum)[kStoreChannels / 2], const TilePosition& tile, int part, int worker,
-                                             int sharers) {
+  __device__ __forceinline__ void write_part(float (&sum)[kStoreChannels / 2], const TilePosition& tile, int part,
+                                             int worker, int sharers) {
     const int lane = threadIdx.x % 32, channel = first_channel_ + part * kStoreChannels;
     wait_stores_read<0>();
     __syncwarp();
@@ -668,7 +663,7 @@ class TileWriter {
 #pragma unroll
       for (int i = 0; i < kStoreChannels / 8; ++i) {
         *reinterpret_cast<float4*>(buffers_ + (32 * i + lane) * 16) = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2],
-                                                                      sum[4 * i + 3]};
+                                                                       sum[4 * i + 3]};
       }
     }
     if (sharers > 1) asm volatile("bar.sync 1, %0;" ::"r"(128 * sharers) : "memory");
@@ -688,7 +683,13 @@ class TileWriter {
     }
     finish_halves<kSilu, false>(sum, 0, lane, buffers_, affine_ + part * kStoreChannels / 2);
     if (args_.residual != nullptr) add_residual(buffers_, tile, warp_, lane, channel);
-    store_part(tile, part, 0, lane);
+    if (args_.store_boxes) {
+      fence_for_copy_engine();
+      __syncwarp();
+      move_box<false>(lane == 0, tile, part, 0, 0);
+    } else {
+      copy_rows(buffers_, tile, warp_, lane, channel);
+    }
   }
 
   // The moments of all that the block has written, to args.stats. Called once, by all warps that compute; the buffers are
@@ -739,26 +740,6 @@ class TileWriter {
       load_box(leads, address, &args_.residual_map, barrier, channel, c1, c2, tile.n);
     } else {
       store_box(leads, &args_.y, address, channel, c1, c2, tile.n);
-    }
-  }
-
-  // A part that lies in a buffer, to y.
-  __device__ __forceinline__ void store_part(const TilePosition& tile, int part, int buffer, int lane) const {
-    const int channel = first_channel_ + part * kStoreChannels;
-    const char* const from = buffers_ + buffer * kBufferBytes;
-    if (args_.store_boxes) {
-      fence_for_copy_engine();
-      __syncwarp();
-      move_box<false>(lane == 0, tile, part, buffer, 0);
-      return;
-    }
-    __syncwarp();
-    if (sizeof(T) == 2 && args_.store_lanes == 4) {
-      copy_out<8 / sizeof(T)>(from, tile, warp_, lane, channel);
-    } else if (args_.store_lanes == 2) {
-      copy_out<2>(from, tile, warp_, lane, channel);
-    } else {
-      copy_out<1>(from, tile, warp_, lane, channel);
     }
   }
 
@@ -879,6 +860,19 @@ class TileWriter {
       for (int e = 0; e < kChunk; ++e) value[e] = convert<T>(convert<float>(value[e]) + convert<float>(added[e]));
       memcpy(&bits, value, 16);
       *at = bits;
+    }
+  }
+
+  // Where y can't be stored in boxes.
+  __device__ __forceinline__ void copy_rows(const char* buffer, const TilePosition& tile, int warp, int lane,
+                                            int channel) const {
+    __syncwarp();
+    if (sizeof(T) == 2 && args_.store_lanes == 4) {
+      copy_out<8 / sizeof(T)>(buffer, tile, warp, lane, channel);
+    } else if (args_.store_lanes == 2) {
+      copy_out<2>(buffer, tile, warp, lane, channel);
+    } else {
+      copy_out<1>(buffer, tile, warp, lane, channel);
     }
   }
 
@@ -1266,8 +1260,7 @@ __device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const
 }
 
 template <class T, int kChannels, bool kSplit, bool kStats, bool kRest, class WorkerType>
-__device__ __forceinline__ void compute_tiles(const KernelArgs& args,
-                                              WorkerType worker, int warp,
+__device__ __forceinline__ void compute_tiles(const KernelArgs& args, WorkerType worker, int warp,
                                               const BlockWork& work, char* shared) {
   const int index = warp / 4;  // of the worker
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel, warp);
@@ -1450,21 +1443,24 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
       fold_channels<T, kChannels, 1>(args, shared, work.first_channel, threadIdx.x, 128 * args.workers);
     }
     if constexpr (kSplit || kPaired) cluster_wait();  // the barriers of all blocks are set up
-    compute_tiles<T, kChannels, kSplit, kStats, kRest>(args,
-                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest, kPaired>(
-                                                    args, pixel_ring(worker), weight_ring, pixel_stages(worker), base),
-                                                warp, work, shared);
+    compute_tiles<T, kChannels, kSplit, kStats, kRest>(
+        args,
+        Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest, kPaired>(args, pixel_ring(worker), weight_ring,
+                                                                               pixel_stages(worker), base),
+        warp, work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
     if constexpr (kSplit || kPaired) cluster_arrive();
-    load_pixels_of<kRest ? kStoreParts<T, kChannels> : 0, kPaired>(args, leads, pixel_ring(worker), pixel_stages(worker), worker, work);
+    load_pixels_of<kRest ? kStoreParts<T, kChannels> : 0, kPaired>(args, leads, pixel_ring(worker),
+                                                                   pixel_stages(worker), worker, work);
   } else {
     if constexpr (kSplit || kPaired) cluster_arrive();
-    load_weights<kRest ? kStoreParts<T, kChannels> : 0, kChannels / kStoreParts<T, kChannels>>(args, leads, weight_ring, base, work, [&] {
-      if constexpr (folds_beside_products(kChannels)) {
-        fold_channels<T, kChannels, ceil_div(kChannels, 32)>(args, shared, work.first_channel, lane, 32);
-      }
-    });
+    load_weights<kRest ? kStoreParts<T, kChannels> : 0, kChannels / kStoreParts<T, kChannels>>(
+        args, leads, weight_ring, base, work, [&] {
+          if constexpr (folds_beside_products(kChannels)) {
+            fold_channels<T, kChannels, ceil_div(kChannels, 32)>(args, shared, work.first_channel, lane, 32);
+          }
+        });
   }
   if (kSplit && warp >= 4 * args.workers) cluster_wait();
   if (kPaired && warp == 5 * args.workers) cluster_wait();
