@@ -269,6 +269,9 @@ def tiles() -> Iterator[Case]:
         "3x3": Conv(2, 40, 17, 19, 72, 3),
         "3x3 wide": Conv(1, 96, 13, 11, 128, 3),
         "3x3/2": Conv(1, 64, 21, 18, 96, 3, 2),
+        # 34 tiles of pixels for 16 or 33 blocks: those whose blocks share work.
+        "1x1 shared": Conv(1, 128, 34, 64, 1024, 1),
+        "3x3 shared": Conv(1, 64, 34, 64, 1024, 3),
     }
     seen: set[tuple[Any, ...]] = set()
     for target in ("sm90", "sm80") if capability() == 90 else ("sm80",):
@@ -277,6 +280,8 @@ def tiles() -> Iterator[Case]:
                 for name in ops.kernel_candidates(**conv.query(HALF)):
                     key = (what, target, *_kind(name))
                     if key in seen or not name.startswith("implicit_gemm/"):
+                        continue
+                    if what.endswith(" shared") and not re.search("-(paired|rest)-", name):
                         continue
                     seen.add(key)
                     residual = ("", "slice", "odd", "nhwc")[len(seen) % 4]
