@@ -1624,7 +1624,7 @@ bool is_uneven(const ConvArgs& a, const Sm90Plan& plan) {
   return plan.mode == PixelMode::kRows && (x.h != x.w * a.shape.in_w || x.n != x.h * a.shape.in_h);
 }
 
-template <class T, int kChannels, bool kStats, bool kRest, bool kPaired = false>
+template <class T, int kChannels, bool kStats, bool kRest = false, bool kPaired = false>
 void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileStats& stats, cudaStream_t stream) {
   constexpr int kBytes = sizeof(T), kChunk = kLanesOf16Bytes<T>;
   const ConvShape& s = a.shape;
@@ -1780,15 +1780,15 @@ template <class T, bool kStats>
 void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileStats& stats, cudaStream_t stream) {
   if constexpr (is_built_for_hopper()) {
     switch (plan.channels) {
-      case 16: return launch<T, 16, kStats, false>(args, dtype, plan, stats, stream);
-      case 32: return launch<T, 32, kStats, false>(args, dtype, plan, stats, stream);
-      case 48: return launch<T, 48, kStats, false>(args, dtype, plan, stats, stream);
-      case 64: return launch<T, 64, kStats, false>(args, dtype, plan, stats, stream);
-      case 80: return launch<T, 80, kStats, false>(args, dtype, plan, stats, stream);
-      case 96: return launch<T, 96, kStats, false>(args, dtype, plan, stats, stream);
-      case 128: return launch<T, 128, kStats, false>(args, dtype, plan, stats, stream);
-      case 192: return launch<T, 192, kStats, false>(args, dtype, plan, stats, stream);
-      case 256: return launch<T, 256, kStats, false>(args, dtype, plan, stats, stream);
+      case 16: return launch<T, 16, kStats>(args, dtype, plan, stats, stream);
+      case 32: return launch<T, 32, kStats>(args, dtype, plan, stats, stream);
+      case 48: return launch<T, 48, kStats>(args, dtype, plan, stats, stream);
+      case 64: return launch<T, 64, kStats>(args, dtype, plan, stats, stream);
+      case 80: return launch<T, 80, kStats>(args, dtype, plan, stats, stream);
+      case 96: return launch<T, 96, kStats>(args, dtype, plan, stats, stream);
+      case 128: return launch<T, 128, kStats>(args, dtype, plan, stats, stream);
+      case 192: return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
+      case 256: return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
       default: break;
     }
   }
