@@ -619,8 +619,9 @@ class TileWriter {
   __device__ __forceinline__ void finish_halves(const float (&sum)[kChannels / 2], int first, int lane,
                                                 char* buffer) const {
     // Stores behind all that is loaded: a store to shared memory keeps later loads of scale and shift from moving up. Tiles
-    // of 96 channels and moments have no registers for it.
-    constexpr int kPairs16 = kStoreChannels / 16, kBatch = kChannels == 96 || kStats ? 1 : kPairs16;
+    // of 96 channels, and wider ones with moments, have no registers for it.
+    constexpr bool kTight = kChannels == 96 || (kStats && kChannels > 128);
+    constexpr int kPairs16 = kStoreChannels / 16, kBatch = kTight ? 1 : kPairs16;
 #pragma unroll
     for (int from = 0; from < kPairs16; from += kBatch) {
       uint32_t packed[kBatch][4];
@@ -759,9 +760,9 @@ class TileWriter {
   [[no_unique_address]] std::conditional_t<kStats, WarpMoments<T, kChannels>, NoMoments> moments_;
 };
 
-// Whether a kernel has multiply_pairs(). Not with statistics, which leave few registers, nor split, as a kernel of its own.
-template <class T, bool kSplit, bool kStats>
-constexpr bool kHasPairLoops = sizeof(T) == 2 && !kSplit && !kStats;
+// Whether a kernel has multiply_pairs(). Not split, as a kernel of its own.
+template <class T, bool kSplit>
+constexpr bool kHasPairLoops = sizeof(T) == 2 && !kSplit;
 
 // Turns of the workers: named barriers 2 and up, one a worker, on which it waits and the one before it arrives.
 __device__ __forceinline__ void wait_for_turn(int worker) {
@@ -1050,7 +1051,7 @@ __device__ __forceinline__ uint32_t affine_barrier(const KernelArgs& args, const
 
 template <class T, int kChannels, bool kSplit, bool kStats>
 __device__ __forceinline__ void compute_tiles(const KernelArgs& args,
-                                              Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>> worker, int warp,
+                                              Worker<T, kChannels, kHasPairLoops<T, kSplit>> worker, int warp,
                                               const BlockWork& work, char* shared) {
   const int index = warp / 4;  // of the worker
   TileWriter<T, kChannels, kStats> writer(args, shared, work.first_channel, warp);
@@ -1211,7 +1212,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     }
     if constexpr (kSplit) cluster_wait();  // the barriers of all blocks are set up
     compute_tiles<T, kChannels, kSplit, kStats>(args,
-                                                Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>>(
+                                                Worker<T, kChannels, kHasPairLoops<T, kSplit>>(
                                                     args, pixel_ring(worker), weight_ring, pixel_stages(worker), base),
                                                 warp, work, shared);
   } else if (warp < 5 * args.workers) {
@@ -1453,7 +1454,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.block_steps = plan.row_bytes / 32;
   k.resident = plan.resident;
   // Weights of a whole stage of x in one stage, and no block of channels that is cut short.
-  const bool pairs = kHasPairLoops<T, false, kStats> && plan.split == 1 && mode != PixelMode::kWindow &&
+  const bool pairs = kHasPairLoops<T, false> && plan.split == 1 && mode != PixelMode::kWindow &&
                      plan.row_bytes == 128 && k.groups == k.planes && k.last_block_steps == 4 &&
                      plan.parts <= (mode == PixelMode::kRows ? 2 : 1);
   k.pair_parts = pairs ? plan.parts : 0;
