@@ -6,9 +6,9 @@ pass it as arguments, because a stable-ABI library cannot see it.
 
 Layouts: on CUDA `y`, `z` and the gradient of `x` are channels_last, whatever `x` is; on a CPU they have the layout
 that ATen's convolution would return. Weight gradients have the strides and dtype of the weight. One exception: where
-the compiled library runs a convolution in half precision and the channels of `y` are no multiple of 8, the pixels of `y`
-and `z` begin at multiples of 8 elements, as in a channel slice of a wider tensor, which the next convolution reads much
-faster.
+the compiled library runs a convolution in half precision and the channels of `y` are no multiple of 8, the pixels of
+`y` and `z` begin at multiples of 8 elements, as in a channel slice of a wider tensor, which the next convolution reads
+much faster.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@
 #include "aten.h"
 #include "device/kernels.h"
 #include "device/small_pass.h"
+#include "stats_plan.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -147,13 +148,12 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
 
 Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
   const ConvShape& s = shape_;
-  const KernelChoice choice = choose();
-  // Not where the blocks of a cluster share a tile: few tiles, of which statistics are cheap.
-  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2 && choice.sm90.split == 1;
-  if (!takes_stats || s.out_pixels() == 0 || s.out_channels == 0) {
+  const std::optional<Sm90Plan> plan = choose_stats_plan(query());
+  if (!plan.has_value() || s.out_pixels() == 0 || s.out_channels == 0) {
     return run(bias, Act::kIdentity, std::nullopt, /*pad_pixels=*/true);
   }
-  const int parts = implicit_gemm_sm90_parts(s, choice.sm90);
+  const KernelChoice choice = {Family::kImplicitGemmSm90, {}, *plan};
+  const int parts = implicit_gemm_sm90_parts(s, *plan);
   stats.workspace = empty_bytes(x_, tile_stats_bytes(parts, s.out_channels));
   stats.parts = tile_stats_at(stats.workspace.mutable_data_ptr(), parts, s.out_channels);
   const int64_t pitch = pixel_pitch();
@@ -183,7 +183,9 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
 
 int64_t Convolution::pixel_pitch() const { return padded_pitch(shape_, dtype_); }
 
-KernelChoice Convolution::choose() const { return choose_kernel({shape_, dtype_, allow_tf32_, capability_of(x_)}); }
+MenuQuery Convolution::query() const { return {shape_, dtype_, allow_tf32_, capability_of(x_)}; }
+
+KernelChoice Convolution::choose() const { return choose_kernel(query()); }
 
 void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
                          const Tensor& y, int64_t pitch, const TileStats& stats) const {

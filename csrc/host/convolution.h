@@ -54,6 +54,7 @@ class Convolution {
   cudaStream_t stream() const { return stream_; }
 
  private:
+  MenuQuery query() const;
   KernelChoice choose() const;
   // y: not empty, pixels `pitch` elements apart.
   void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,

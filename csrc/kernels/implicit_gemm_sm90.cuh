@@ -305,7 +305,7 @@ class WarpMoments {
   // The warp's pixels of a tile, for one part of its channels. rows: a bit for each that exists, at least one.
   __device__ __forceinline__ void add(int part, const char* buffer, uint32_t rows) {
     if (rows == kAllRows) {
-      if (!settled_) settle(part, buffer);
+      if (rows_ < kSettled) settle(part, buffer);
       add_tile(part, buffer);
     } else {
       add_rows(part, buffer, rows);
@@ -314,14 +314,14 @@ class WarpMoments {
 
   // After the last part of a tile.
   __device__ __forceinline__ void count(uint32_t rows) {
-    count_ += static_cast<float>(__popc(rows));
-    settled_ = settled_ || rows == kAllRows;
+    rows_ += __popc(rows);
+    if (rows == kAllRows) rows_ |= kSettled;
   }
 
   // {mean, squared deviations} of all channels to shared memory, then how many pixels they are of.
   __device__ __forceinline__ void store(float2* to) const {
     const int lane = threadIdx.x % 32;
-    const float share = count_ > 0 ? 1.0f / count_ : 0.0f;
+    const float all = count(), share = all > 0 ? 1.0f / all : 0.0f;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -336,11 +336,11 @@ class WarpMoments {
         }
       }
     }
-    if (lane == 0) to[kChannels].x = count_;
+    if (lane == 0) to[kChannels].x = all;
   }
 
  private:
-  static constexpr uint32_t kAllRows = 0xffff;
+  static constexpr uint32_t kAllRows = 0xffff, kSettled = 1u << 30;
   static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
   static constexpr int kParts = kChannels / kStoreChannels;
   static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
@@ -406,6 +406,7 @@ class WarpMoments {
     squares[1] = __shfl_sync(0xffffffffu, odd ? second[3] : second[2], lane / 8, 4);
   }
 
+  __device__ __forceinline__ float count() const { return static_cast<float>(rows_ & (kSettled - 1)); }
   static __device__ __forceinline__ bool keeps(int group) { return threadIdx.x % 4 == group % 4; }
 
   // Minus half of the origin: of the group's channels in all lanes, of those that a lane keeps.
@@ -435,8 +436,8 @@ class WarpMoments {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float moved = (h == 0 ? now.x : now.y) - origin(part, slot, h);
-        squares_[part][slot][h] += moved * (2 * sum_[part][slot][h] + count_ * moved);
-        sum_[part][slot][h] += count_ * moved;
+        squares_[part][slot][h] += moved * (2 * sum_[part][slot][h] + count() * moved);
+        sum_[part][slot][h] += count() * moved;
       }
       origins_[part][slot] = origins;
     }
@@ -485,7 +486,7 @@ class WarpMoments {
         value[i % 2][i / 2 * 2] = both.x;
         value[i % 2][i / 2 * 2 + 1] = both.y;
       }
-      if (count_ == 0) {
+      if (rows_ == 0) {
         float mean[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -519,8 +520,7 @@ class WarpMoments {
 
   float sum_[kParts][kSlots][2] = {}, squares_[kParts][kSlots][2] = {};
   uint32_t origins_[kParts][kSlots] = {};
-  float count_ = 0;  // rows that the warp has read
-  bool settled_ = false;  // whether a full tile was among them
+  uint32_t rows_ = 0;  // that the warp has read, and kSettled once a full tile was among them
 };
 
 struct NoMoments {};
@@ -682,8 +682,8 @@ class TileWriter {
   __device__ __forceinline__ void finish_halves(const float (&sum)[kChannels / 2], int first, int lane,
                                                 char* buffer) const {
     // Stores behind all that is loaded: a store to shared memory keeps later loads of scale and shift from moving up. Tiles
-    // of 96 channels, and wider ones with moments, have no registers for it.
-    constexpr bool kTight = kChannels == 96 || (kStats && kChannels > 128);
+    // of 96 channels, and of 80 with moments, have no registers for it.
+    constexpr bool kTight = kChannels == 96 || (kStats && kChannels == 80);
     constexpr int kPairs16 = kStoreChannels / 16, kBatch = kTight ? 1 : kPairs16;
 #pragma unroll
     for (int from = 0; from < kPairs16; from += kBatch) {
@@ -1597,8 +1597,12 @@ void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileS
       case 80: return launch<T, 80, kStats>(args, dtype, plan, stats, stream);
       case 96: return launch<T, 96, kStats>(args, dtype, plan, stats, stream);
       case 128: return launch<T, 128, kStats>(args, dtype, plan, stats, stream);
-      case 192: return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
-      case 256: return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
+      case 192:
+        if constexpr (!kStats) return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
+        break;
+      case 256:
+        if constexpr (!kStats) return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
+        break;
       default: break;
     }
   }
