@@ -71,8 +71,8 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   sums.var = out.var.mutable_data_ptr();
 
   const bool in_place = place.has_value() && is_row_matrix(*place);
-  Tensor y = in_place ? *place
-                      : empty_rows(x, s.batch, s.out_channels, s.out_h, s.out_w, convolution.pixel_pitch(), type);
+  Tensor y =
+      in_place ? *place : empty_rows(x, s.batch, s.out_channels, s.out_h, s.out_w, convolution.pixel_pitch(), type);
   args.z = out.z.const_data_ptr();
   args.z_stride = sums.z_stride;
   args.rows = s.out_pixels();
@@ -182,8 +182,8 @@ Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight
   affine.eps = eps;
   // z comes from the forward op, rows of pixels; anything else (a caller's own) is copied.
   const Tensor rows = as_row_matrix(z, convolution.dtype(), convolution.stream());
-  return backward(convolution, x, weight, geometry,
-                  {grad_y, rows, bn_weight, bn_bias, affine, act_of(act), true, conv}, output_mask);
+  return backward(convolution, x, weight, geometry, {grad_y, rows, bn_weight, bn_bias, affine, act_of(act), true, conv},
+                  output_mask);
 }
 
 }  // namespace

@@ -169,7 +169,7 @@ struct TunedLayer {
 };
 constexpr TunedLayer kTunedLayers[] = {
 #include "tuned_layers.inc"
-    // Gradients of x, which are such convolutions of other shapes: at least 3.5 %.
+// Gradients of x, which are such convolutions of other shapes: at least 3.5 %.
 #include "tuned_layers_dgrad.inc"
 };
 // The same of float in TF32, to which the estimates are not fitted: 6 % of the time of m's dense layers at batch 32. Layers

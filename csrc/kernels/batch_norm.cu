@@ -727,7 +727,8 @@ void launch_backward(const char* name, const BatchNormBackwardArgs& a, const Row
 
 void launch_act(const BatchNormActArgs& a, int64_t y_stride, DType dtype, bool backwards, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {a.z_stride, residual_stride, y_stride});
+  const bool words =
+      words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {a.z_stride, residual_stride, y_stride});
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
@@ -753,14 +754,15 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
   // A cumulative average needs the counter before it needs the average.
   const bool together = running != nullptr && running->momentum >= 0;
   const RunningStatsArgs moved = together ? *running : RunningStatsArgs{};
-  with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {a.z_stride}), [&](auto tag, auto lanes) {
-    using T = typename decltype(tag)::type;
-    constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, true, kStatsRows);
-    launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
-    launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
-                                                          kFinishThreads, 0, stream, a, g, moved);
-  });
+  with_lanes<kStatsBytes>(
+      dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {a.z_stride}), [&](auto tag, auto lanes) {
+        using T = typename decltype(tag)::type;
+        constexpr int kLanes = decltype(lanes)::value;
+        const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, true, kStatsRows);
+        launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
+        launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
+                                                              kFinishThreads, 0, stream, a, g, moved);
+      });
   if (running != nullptr && !together) update_running_stats(*running, stream);
 }
 

@@ -296,9 +296,10 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
 // for 256 values, where adding them up in float takes 45.
 //
 // Summed are halves of differences from an origin, half so that no difference overflows. The origin of a channel is
-// chosen from the warp's first full tile: zero, or the mean if that is beyond four deviations. So differences from it are
-// exact but for the few values that are below half of such a mean, and float holds the sums of squares: at most 17 times
-// what is left when the mean is taken off.
+// chosen from the warp's first full tile: zero, or the mean if that is beyond four deviations. So differences are exact but
+// for the few values below half of such a mean, which are rounded to the operands' bits, and the sums of squares are at most
+// 17 times what is left when the mean is taken off. If the first tile is unlike the others, the spread between them is part
+// of what is summed, which bounds both.
 template <class T, int kChannels>
 class WarpMoments {
  public:
@@ -346,7 +347,6 @@ class WarpMoments {
   static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
   static constexpr int kGroups = kStoreChannels / 16;  // of 16 channels: lanes l with l % 4 == group % 4 keep them
   static constexpr int kSlots = ceil_div(kGroups, 4);
-  static constexpr int kRareUnroll = kSlots == 1 ? 1 : kGroups;  // what runs once or at edges is not worth its fetching
   static_assert(sizeof(T) == 2);
   using Pair = PairOf<T>;
 
@@ -384,6 +384,16 @@ class WarpMoments {
   }
   static constexpr bool kSwizzled = kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32;
 
+  // Calls use(slot, group) for all groups, kUnroll of them in straight code: what runs once is not worth its fetching.
+  template <int kUnroll, class Function>
+  static __device__ __forceinline__ void for_groups(Function&& use) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll kUnroll
+      for (int group = slot * 4; group < (slot + 1 < kSlots ? slot * 4 + 4 : kGroups); ++group) use(slot, group);
+    }
+  }
+
   static __device__ __forceinline__ void product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] = 0.0f;
@@ -420,9 +430,7 @@ class WarpMoments {
 
   // An origin of 16 rows, and what has been summed so far relative to it.
   __device__ __forceinline__ void settle(int part, const char* buffer) {
-#pragma unroll kRareUnroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int slot = kSlots == 1 ? 0 : group / 4;
+    for_groups<1>([&](int slot, int group) {
       uint32_t values[4];
       load(values, buffer, group);
       float sum[2], squares[2], chosen[2];
@@ -431,7 +439,7 @@ class WarpMoments {
 #pragma unroll
       for (int h = 0; h < 2; ++h) chosen[h] = 17 * sum[h] * sum[h] > 256 * squares[h] ? sum[h] / -32 : 0.0f;
       const uint32_t origins = round_pair<T>(chosen[0], chosen[1]);
-      if (!keeps(group)) continue;
+      if (!keeps(group)) return;
       const float2 now = floats_of(origins);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -440,13 +448,12 @@ class WarpMoments {
         sum_[part][slot][h] += count() * moved;
       }
       origins_[part][slot] = origins;
-    }
+    });
   }
 
   __device__ __forceinline__ void add_tile(int part, const char* buffer) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int slot = group / 4;
+    // All groups at once, but of 80 channels, which spilled.
+    for_groups<kSlots == 1 ? kGroups : 1>([&](int slot, int group) {
       uint32_t values[4];
       load(values, buffer, group);
       const uint32_t origins = origins_of(part, slot, group);
@@ -463,7 +470,7 @@ class WarpMoments {
           squares_[part][slot][h] += squares[h];
         }
       }
-    }
+    });
   }
 
   // Some rows of a tile, in float. Before any others, their mean is the origin.
@@ -474,9 +481,7 @@ class WarpMoments {
       value += __shfl_xor_sync(0xffffffffu, value, 1);
       return value + __shfl_xor_sync(0xffffffffu, value, 2);
     };
-#pragma unroll kRareUnroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int slot = kSlots == 1 ? 0 : group / 4;
+    for_groups<1>([&](int slot, int group) {
       uint32_t values[4];
       load(values, buffer, group);
       float value[2][4];  // of a channel
@@ -514,9 +519,8 @@ class WarpMoments {
           squares_[part][slot][h] += squares;
         }
       }
-    }
+    });
   }
-
 
   float sum_[kParts][kSlots][2] = {}, squares_[kParts][kSlots][2] = {};
   uint32_t origins_[kParts][kSlots] = {};
