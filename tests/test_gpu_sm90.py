@@ -287,6 +287,75 @@ def test_statistics_are_taken_by_the_convolution(cuda):
     assert "tile_stats_kernel" in kernels and "::stats_kernel" not in kernels, kernels
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_statistics_far_from_zero_and_after_unlike_rows(cuda, dtype):
+    """Means of 0 to 100 deviations, on which the choice of an origin depends, in whole tiles and in parts of tiles; rows
+    of another value before them. z is x."""
+    problems = []
+    for channels in (16, 32, 48, 64, 80, 96, 128):
+        weight = torch.eye(channels, device=cuda, dtype=dtype)[:, :, None, None].contiguous()
+        for size in ((1, 2, 3), (3, 9, 9), (2, 24, 24), (16, 40, 40)):
+            torch.manual_seed(channels)
+            for offset in (0.0, 1.5, 3.9, 4.1, 7.0, 13.0, 100.0):
+                for before in (None, 0.0, 3.0):
+                    x = torch.randn(size[0], channels, *size[1:], device=cuda) + offset
+                    if before is not None:
+                        x[:1, :, : size[1] // 2] = before
+                    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+                    _y, mean, var = ops.conv_bn_act_train(x, weight, None, None, None, 1e-3)
+                    exact_var, exact_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+                    spread = exact_var.sqrt()
+                    # Differences are rounded to 11 or 8 bits where they are not exact.
+                    limit = 1e-5 if dtype is torch.float16 else 8e-5
+                    wrong = max(
+                        ((mean - exact_mean).abs() / (spread + offset * 0.1)).max().item() / limit,
+                        ((var - exact_var).abs() / exact_var).max().item()
+                        / (2 * limit + offset / spread.min().item() * 2**-23),
+                    )
+                    if not wrong < 1:
+                        problems.append(f"{channels} {size} {offset} {before}: {wrong:.2g} of the limit")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_odd_widths_in_training(cuda, dtype):
+    """Pixels of y, z and weights begin at multiples of 16 bytes, and what lies between is not read."""
+    for channels in (13, 307, 460):
+        x = torch.randn(4, 40, 20, 20, device=cuda, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        wide, narrow = (
+            torch.randn(*size, 1, 1, device=cuda) / 8 for size in ((channels, 40), (24, channels))
+        )
+        leaves = [leaf.requires_grad_() for leaf in (x, wide, narrow)]
+        results = []
+        for _ in range(2):
+            op_checks.poison([x.detach()])
+            with torch.autocast("cuda", dtype=dtype):
+                y = ops.conv_bn_act_train(x, wide, None, None, None, 1e-3)[0]
+                out = ops.conv_bn_act_train(y, narrow, None, None, None, 1e-3)[0]
+            assert y.stride(3) == -(-channels // 8) * 8
+            results.append(
+                (
+                    out,
+                    *torch.autograd.grad(
+                        out, leaves, torch.linspace(-1, 1, out.numel(), device=cuda).view_as(out).to(dtype)
+                    ),
+                )
+            )
+        doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        truth = doubles[0]
+        for weight in doubles[1:]:
+            z = functional.conv2d(truth, weight)
+            truth = functional.silu(functional.batch_norm(z, None, None, training=True, eps=1e-3))
+        grads = torch.autograd.grad(
+            truth,
+            doubles,
+            torch.linspace(-1, 1, truth.numel(), device=cuda, dtype=torch.double).view_as(truth),
+        )
+        for mine, exact in zip(results[0], (truth, *grads), strict=True):
+            assert relative(mine, exact) < (2e-3 if dtype is torch.float16 else 1.6e-2)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_statistics_in_a_graph(cuda):
     """Replayed on other numbers than it was captured on."""
     x = torch.randn(4, 96, 21, 19, device=cuda, dtype=torch.float16).contiguous(

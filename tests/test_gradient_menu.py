@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -107,6 +108,17 @@ def test_choices_that_were_timed():
         assert strided(ci, co, size)[0] == "aten"
     assert strided(768, 768, 40)[1] == "aten"
     assert strided(768, 768, 80)[1].startswith("wgrad/sm90")
+
+    source = (Path(__file__).parent.parent / "csrc" / "host" / "gradient_menu.cpp").read_text()
+    timed = re.findall(r"\{(\d+), (\d+), (\d+), (\d), (true|false)\},", source)
+    assert len(timed) >= 10
+    for ci, co, size, k, ours in timed:
+        case = cases.Case(
+            "", int(ci), int(co), int(size), int(size), (int(k),) * 2, (1, 1), (int(k) // 2,) * 2, batch=32
+        )
+        chosen = gradients(case)[0] != "aten"
+        assert chosen == (ours == "true"), case
+        assert (gradients(replace(case, batch=8))[0] != "aten") != chosen, "as the rule has it"
 
 
 def test_what_has_no_kernel_stays_with_aten(monkeypatch):

@@ -314,36 +314,40 @@ def test_kernels_for_small_grids_are_plans_where_all_blocks_run_at_once():
 @pytest.mark.parametrize(
     ("file", "dtypes"),
     [
-        ("tuned_layers", (torch.float16, torch.bfloat16)),
-        ("tuned_layers_shared", (torch.float16, torch.bfloat16)),
+        ("tuned_layers", HALF),
+        ("tuned_layers_dgrad", HALF),
+        ("tuned_layers_shared", HALF),
         ("tuned_layers_tf32", (torch.float32,)),
     ],
 )
 def test_tuned_layers_begin_with_the_kernel_that_was_timed(file, dtypes):
-    def rows_of(file: str) -> list[tuple[str, ...]]:
-        table = (Path(__file__).parent.parent / "csrc" / "host" / f"{file}.inc").read_text()
-        rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
-        assert len(rows) == len(table.splitlines()) > 20
-        return rows
-
-    shared = {tuple(sizes) for *sizes, _ in rows_of("tuned_layers_shared")}
-    for *sizes, name in rows_of(file):
-        if file == "tuned_layers" and tuple(sizes) in shared:
+    shared = {case for case, _ in tuned_layers("tuned_layers_shared")}
+    for case, name in tuned_layers(file):
+        if "shared" not in file and case in shared:
             continue  # what serves the layer where that kernel can't
-        batch, ci, co, size, k, stride = map(int, sizes)
-        case = cases.Case(
-            "tuned",
-            ci,
-            co,
-            size,
-            size,
-            kernel=(k, k),
-            stride=(stride,) * 2,
-            padding=(k // 2,) * 2,
-            batch=batch,
-        )
         for dtype in dtypes:
             assert candidates(case, dtype, 90, tf32=dtype is torch.float32)[0] == name, case
+
+
+@needs_sm90
+def test_tuned_layers_with_statistics_are_plans_that_have_such_a_kernel():
+    for case, name in tuned_layers("tuned_layers_stats"):
+        assert "split" not in name and "once" not in name, name
+        assert int(re.split("[/x]", name)[3]) <= 128, name
+        assert name in candidates(case, torch.float16, 90), case
+
+
+def tuned_layers(file: str) -> list[tuple[cases.Case, str]]:
+    """Layers and kernels of a table of csrc/host."""
+    table = (Path(__file__).parent.parent / "csrc" / "host" / f"{file}.inc").read_text()
+    rows = re.findall(r'\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), "(.+)"\},', table)
+    assert len(rows) == len(table.splitlines()) > 10
+    layers = []
+    for *sizes, name in rows:
+        batch, ci, co, size, k, stride = map(int, sizes)
+        geometry = {"kernel": (k, k), "stride": (stride,) * 2, "padding": (k // 2,) * 2}
+        layers.append((cases.Case("tuned", ci, co, size, size, **geometry, batch=batch), name))
+    return layers
 
 
 @needs_sm90

@@ -18,13 +18,14 @@ __all__ = ["at_once", "cast_of", "known"]
 
 class _Casts:
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        # Dense, channels last: as the op's own cast is. Others are cast by the op.
+        # Dense, channels last: as the op's own cast is, but for odd widths. Others are cast by the op.
         self.weights = {
             w: None
             for w in weights
             if w.dim() == 4
             and w.dtype is torch.float32
             and w.is_contiguous(memory_format=torch.channels_last)
+            and (w.shape[1] <= 8 or w.shape[1] % 8 == 0)
         }
         self.made: dict[Tensor, Tensor] = {}
 

@@ -6,8 +6,9 @@ pass it as arguments, because a stable-ABI library cannot see it.
 
 Layouts: on CUDA `y`, `z` and the gradient of `x` are channels_last, whatever `x` is; on a CPU they have the layout
 that ATen's convolution would return. Weight gradients have the strides and dtype of the weight. One exception: where
-the compiled library runs `conv_bn_act` in half precision and the channels of `y` are no multiple of 8, its pixels begin
-at multiples of 8 elements, as in a channel slice of a wider tensor, which the next convolution reads much faster.
+the compiled library runs a convolution in half precision and the channels of `y` are no multiple of 8, the pixels of
+`y` and `z` begin at multiples of 8 elements, as in a channel slice of a wider tensor, which the next convolution reads
+much faster.
 """
 
 from __future__ import annotations
@@ -701,6 +702,24 @@ def _empty_output(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.d
     return torch.empty(size, dtype=dtype, device=x.device, memory_format=_aten.output_format(x, weight))
 
 
+def _empty_pixels(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dtype, groups: int) -> Tensor:
+    """An output whose pixels the library pads."""
+    if x.device.type == "cuda" and LIBRARY.loaded and _pads(size[1], dtype, groups):
+        return _empty_rows(x, size, dtype)
+    return _empty_output(x, weight, size, dtype)
+
+
+def _empty_rows(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    _n, c, h, w = size
+    pitch = (c + 7) // 8 * 8
+    return like.new_empty_strided(size, (h * w * pitch, 1, w * pitch, pitch), dtype=dtype)
+
+
+def _pads(channels: int, dtype: torch.dtype, groups: int) -> bool:
+    """`padded_pitch` in csrc/host/convolution.cpp."""
+    return dtype.itemsize == 2 and groups == 1 and channels > 8
+
+
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act", lib=_lib)
 def _(
     x, weight, bias, bn_weight, bn_bias, running_mean, running_var, eps, residual, stride, padding, dilation, groups,
@@ -710,11 +729,7 @@ def _(
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
     check_statistics(size[1], x, running_mean, running_var)
     check_residual(residual, size)
-    _n, k, p, q = size
-    if x.device.type == "cuda" and LIBRARY.loaded and dtype.itemsize == 2 and groups == 1 and k > 8:
-        pitch = (k + 7) // 8 * 8  # `padded_pitch` in csrc/host/convolution.cpp
-        return x.new_empty_strided(size, (p * q * pitch, 1, q * pitch, pitch), dtype=dtype)
-    return _empty_output(x, weight, size, dtype)
+    return _empty_pixels(x, weight, size, dtype, groups)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_out", lib=_lib)
@@ -737,7 +752,8 @@ def _(
     check_channels(size[1], x, bias=bias, bn_weight=bn_weight, bn_bias=bn_bias)
     check_residual(residual, size)
     stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
-    return _empty_output(x, weight, size, dtype), _empty_output(x, weight, size, dtype), *stats
+    y, z = (_empty_pixels(x, weight, size, dtype, groups) for _ in range(2))
+    return y, z, *stats
 
 
 @torch.library.register_fake(f"{NAMESPACE}::conv_bn_act_train_", lib=_lib)
@@ -750,14 +766,17 @@ def _(
     check_statistics(size[1], x, running_mean, running_var)
     check_residual(residual, size)
     stats = [x.new_empty(size[1], dtype=_stats_dtype(dtype)) for _ in range(2)]
-    y, z = (_empty_output(x, weight, size, dtype) for _ in range(2))
+    y, z = (_empty_pixels(x, weight, size, dtype, groups) for _ in range(2))
     if out is not None:
         check_out(out, size, x, dtype)
         y = y.new_empty(0)
     cast = _aten.cast_unless_given(weight, dtype, cast_weight)
     if cast.numel() and x.device.type == "cuda" and LIBRARY.loaded:
         k, c, r, s = weight.shape
-        cast = cast.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
+        if _pads(c, dtype, groups):
+            cast = _empty_rows(cast, weight.shape, dtype)
+        else:
+            cast = cast.new_empty_strided((k, c, r, s), (r * s * c, 1, s * c, c))
     return y, z, *stats, cast
 
 

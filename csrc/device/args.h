@@ -102,17 +102,18 @@ struct PackArgs {
 
 // Batch norm over the rows of an NHWC tensor: z is (rows, channels), dense.
 struct BatchNormStatsArgs {
-  const void* z;
+  const void* z;                // (rows, channels) with row stride z_stride
   int64_t rows;
   int channels;
   void* mean;                   // (channels), float, or double for double z
   void* var;                    // biased
   void* workspace;              // batch_norm_workspace_bytes()
+  int z_stride = 0;             // 0: dense
 };
 
 // y = act((z + bias - mean) / sqrt(var + eps) * gamma + beta) + residual; y (rows, channels), dense; may be z.
 struct BatchNormActArgs {
-  const void* z;
+  const void* z;                // (rows, channels) with row stride z_stride
   int64_t rows;
   int channels;
   Affine affine;
@@ -120,6 +121,7 @@ struct BatchNormActArgs {
   const void* residual;         // (rows, channels) with row stride residual_stride, or null
   int64_t residual_stride;
   void* y;
+  int z_stride = 0;             // 0: dense
 };
 
 // Gradient of y above with respect to z, gamma and beta.
@@ -130,7 +132,7 @@ struct BatchNormActArgs {
 struct BatchNormBackwardArgs {
   const void* grad_y;           // (rows, channels) with row stride grad_y_stride
   int64_t grad_y_stride;
-  const void* z;                // (rows, channels), dense
+  const void* z;                // (rows, channels) with row stride z_stride
   int64_t rows;
   int channels;
   Affine affine;                // gamma, beta, mean, var, eps; without mean: scale 1, shift 0 (no batch norm)
@@ -138,8 +140,9 @@ struct BatchNormBackwardArgs {
   bool batch_stats;
   void* grad_beta;              // (channels) float (double for double). Null, both: not computed, and
   void* grad_gamma;             //   batch_stats must be false
-  void* grad_z;                 // (rows, channels), dense; null: only the sums
+  void* grad_z;                 // as z; null: only the sums
   void* workspace;              // batch_norm_workspace_bytes()
+  int z_stride = 0;             // 0: dense
 };
 
 // running = (1 - momentum) * running + momentum * batch, the variance made unbiased: var * count / (count - 1).

@@ -24,6 +24,9 @@ inline TileStats tile_stats_at(void* workspace, int parts, int channels) {
   return {moments, reinterpret_cast<float*>(moments + int64_t(parts) * channels), parts};
 }
 
+// Wider tiles have no registers left for the statistics.
+constexpr int kSm90MaxStatsChannels = 128;
+
 // Into how many parts the kernel cuts the pixels on the current device.
 int implicit_gemm_sm90_parts(const ConvShape& shape, const Sm90Plan& plan);
 // implicit_gemm_sm90() with statistics; half and bfloat16, without activation and residual. kernels/implicit_gemm_sm90.cuh

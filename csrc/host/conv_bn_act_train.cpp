@@ -66,12 +66,15 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   sums.z = out.z.const_data_ptr();
   sums.rows = s.out_pixels();
   sums.channels = s.out_channels;
+  sums.z_stride = static_cast<int>(row_stride(out.z));
   sums.mean = out.mean.mutable_data_ptr();
   sums.var = out.var.mutable_data_ptr();
 
   const bool in_place = place.has_value() && is_row_matrix(*place);
-  Tensor y = in_place ? *place : empty_channels_last(x, s.batch, s.out_channels, s.out_h, s.out_w, type);
+  Tensor y =
+      in_place ? *place : empty_rows(x, s.batch, s.out_channels, s.out_h, s.out_w, convolution.pixel_pitch(), type);
   args.z = out.z.const_data_ptr();
+  args.z_stride = sums.z_stride;
   args.rows = s.out_pixels();
   args.channels = s.out_channels;
   args.affine.mean = {out.mean.const_data_ptr(), sum_dtype};
@@ -139,7 +142,7 @@ Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, Optio
   const DType type = dtype_of(z.scalar_type());
   const cudaStream_t stream = current_stream(z);
   const auto size = z.sizes();
-  const Tensor dense = dense_rows(z, type, stream);
+  const Tensor rows = as_row_matrix(z, type, stream);
   std::vector<Tensor> keep_alive;
   BatchNormActArgs args;
   args.affine.gamma = channel_vector(bn_weight, "bn_weight", size[1], z, keep_alive);
@@ -148,7 +151,8 @@ Tensor bn_act(Tensor z, Tensor mean, Tensor var, OptionalTensor bn_weight, Optio
   args.affine.var = channel_vector(var, "var", size[1], z, keep_alive);
   args.affine.eps = eps;
   args.act = act_of(act);
-  args.z = dense.const_data_ptr();
+  args.z = rows.const_data_ptr();
+  args.z_stride = static_cast<int>(row_stride(rows));
   args.rows = size[0] * size[2] * size[3];
   args.channels = size[1];
   args.residual = nullptr;
@@ -176,10 +180,10 @@ Grads train_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight
   affine.mean = channel_vector(mean, "mean", s.out_channels, x, keep_alive);
   affine.var = channel_vector(var, "var", s.out_channels, x, keep_alive);
   affine.eps = eps;
-  // z comes from the forward op, dense channels_last; anything else (a caller's own) is copied.
-  const Tensor dense = dense_rows(z, convolution.dtype(), convolution.stream());
-  return backward(convolution, x, weight, geometry,
-                  {grad_y, dense, bn_weight, bn_bias, affine, act_of(act), true, conv}, output_mask);
+  // z comes from the forward op, rows of pixels; anything else (a caller's own) is copied.
+  const Tensor rows = as_row_matrix(z, convolution.dtype(), convolution.stream());
+  return backward(convolution, x, weight, geometry, {grad_y, rows, bn_weight, bn_bias, affine, act_of(act), true, conv},
+                  output_mask);
 }
 
 }  // namespace

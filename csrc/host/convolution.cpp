@@ -8,6 +8,7 @@
 #include "aten.h"
 #include "device/kernels.h"
 #include "device/small_pass.h"
+#include "stats_plan.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -135,7 +136,7 @@ Convolution::Convolution(const Tensor& x, const Tensor& weight, const Geometry& 
 
 Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& residual, bool pad_pixels) const {
   const ConvShape& s = shape_;
-  const int64_t pitch = pad_pixels ? padded_pitch(s, dtype_) : s.out_channels;
+  const int64_t pitch = pad_pixels ? pixel_pitch() : s.out_channels;
   const auto allocate = [&] { return empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_); };
   if (s.out_pixels() == 0 || s.out_channels == 0) return allocate();
   const KernelChoice choice = choose();
@@ -147,17 +148,17 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
 
 Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
   const ConvShape& s = shape_;
-  const KernelChoice choice = choose();
-  // Not where the blocks of a cluster share a tile: few tiles, of which statistics are cheap.
-  const bool takes_stats = choice.family == Family::kImplicitGemmSm90 && size_of(dtype_) == 2 && choice.sm90.split == 1;
-  if (!takes_stats || s.out_pixels() == 0 || s.out_channels == 0) {
-    return run(bias, Act::kIdentity, std::nullopt);
+  const std::optional<Sm90Plan> plan = choose_stats_plan(query());
+  if (!plan.has_value() || s.out_pixels() == 0 || s.out_channels == 0) {
+    return run(bias, Act::kIdentity, std::nullopt, /*pad_pixels=*/true);
   }
-  const int parts = implicit_gemm_sm90_parts(s, choice.sm90);
+  const KernelChoice choice = {Family::kImplicitGemmSm90, {}, *plan};
+  const int parts = implicit_gemm_sm90_parts(s, *plan);
   stats.workspace = empty_bytes(x_, tile_stats_bytes(parts, s.out_channels));
   stats.parts = tile_stats_at(stats.workspace.mutable_data_ptr(), parts, s.out_channels);
-  const Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, s.out_channels, dtype_);
-  launch(choice, bias, Act::kIdentity, std::nullopt, y, s.out_channels, stats.parts);
+  const int64_t pitch = pixel_pitch();
+  const Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
+  launch(choice, bias, Act::kIdentity, std::nullopt, y, pitch, stats.parts);
   return y;
 }
 
@@ -180,7 +181,11 @@ void Convolution::run_out(const Affine& affine, Act act, const OptionalTensor& r
   }
 }
 
-KernelChoice Convolution::choose() const { return choose_kernel({shape_, dtype_, allow_tf32_, capability_of(x_)}); }
+int64_t Convolution::pixel_pitch() const { return padded_pitch(shape_, dtype_); }
+
+MenuQuery Convolution::query() const { return {shape_, dtype_, allow_tf32_, capability_of(x_)}; }
+
+KernelChoice Convolution::choose() const { return choose_kernel(query()); }
 
 void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
                          const Tensor& y, int64_t pitch, const TileStats& stats) const {
@@ -312,6 +317,17 @@ Tensor Convolution::cast_x() const {
   return as_row_matrix(x_, dtype_, stream_);
 }
 
-Tensor Convolution::cast_weight() const { return as_row_matrix(weight_, dtype_, stream_); }
+Tensor Convolution::cast_weight() const {
+  // Rows that the dense kernels read as they lie: of odd widths (460 channels) the cast would else be copied again.
+  const int channels = shape_.in_channels;
+  const bool odd = size_of(dtype_) == 2 && shape_.groups == 1 && channels > 8 && channels % 8 != 0;
+  if (!odd || dtype_of(weight_.scalar_type()) == dtype_) return as_row_matrix(weight_, dtype_, stream_);
+  const int pitch = round_up(channels, 8);
+  Tensor whole = empty_channels_last(weight_, shape_.out_channels, pitch, shape_.kernel_h, shape_.kernel_w, dtype_);
+  pack({weight_.const_data_ptr(), dtype_of(weight_.scalar_type()), strides_of(weight_), whole.mutable_data_ptr(),
+        dtype_, shape_.out_channels, channels, shape_.kernel_h, shape_.kernel_w, pitch},
+       stream_);
+  return torch::stable::narrow(whole, 1, 0, channels);
+}
 
 }  // namespace yolo12_fastconv

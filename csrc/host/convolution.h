@@ -45,6 +45,8 @@ class Convolution {
   // `x` and `weight` in the compute dtype: themselves where they have it. Weights come as channels_last.
   Tensor cast_x() const;
   Tensor cast_weight() const;
+  // Elements from one pixel of an output with padded pixels to the next: odd widths in half begin at multiples of 16 bytes.
+  int64_t pixel_pitch() const;
 
   const ConvShape& shape() const { return shape_; }
   DType dtype() const { return dtype_; }
@@ -52,6 +54,7 @@ class Convolution {
   cudaStream_t stream() const { return stream_; }
 
  private:
+  MenuQuery query() const;
   KernelChoice choose() const;
   // y: not empty, pixels `pitch` elements apart.
   void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,

@@ -25,9 +25,37 @@ Wish wish() {
   fail("YOLO12_FASTCONV_GRADIENTS=", value, ": use own or aten, or unset it");
 }
 
+// Layers at batch 32 that the rule below gives to the slower of both. cuDNN, ours, us.
+struct TimedDgrad {
+  int in_channels, out_channels, size, kernel;
+  bool ours;
+};
+constexpr TimedDgrad kTimedDgrads[] = {
+    {64, 32, 160, 1, false},  // 45.2, 47.1
+    {128, 64, 80, 1, true},  // 24.5, 22.4
+    {192, 256, 80, 1, true},  // 53.2, 48.6
+    {256, 64, 80, 3, false},  // 88.0, 90.4
+    {384, 256, 80, 1, true},  // 89.2, 75.7
+    {384, 384, 160, 1, true},  // 542, 444
+    {512, 64, 80, 1, true},  // 71.5, 66.1
+    {768, 128, 40, 1, true},  // 32.3, 28.9
+    {768, 256, 40, 1, true},  // 41.6, 37.3
+    {1024, 128, 80, 1, true},  // 150, 142
+    {1024, 256, 40, 1, true},  // 50.4, 47.2
+};
+
 // Where the forward kernels are faster than cuDNN's dgrad. Numbers: sums over the layers of n, m and x at batch 32, us;
 // cuDNN, ours, by this rule (docs/kernel-notes.md).
 bool is_dgrad_faster(const ConvShape& s) {
+  const bool square = s.in_h == s.in_w && s.kernel_h == s.kernel_w && s.out_h == s.in_h && s.out_w == s.in_w;
+  if (s.batch == 32 && s.groups == 1 && square && s.dilation_h == 1 && s.dilation_w == 1) {
+    for (const TimedDgrad& t : kTimedDgrads) {
+      if (t.in_channels == s.in_channels && t.out_channels == s.out_channels && t.size == s.in_h &&
+          t.kernel == s.kernel_h) {
+        return t.ours;
+      }
+    }
+  }
   const int64_t plane = int64_t(s.in_h) * s.in_w;
   if (s.groups > 1) {
     // 7x7: 366, 1193, 3557; 77, 174, 526. 3x3: 154, 226, 634; 103, 267, 388; 103, 219, 373.

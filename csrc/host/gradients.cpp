@@ -250,6 +250,7 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
   args.grad_y = rows.const_data_ptr();
   args.grad_y_stride = row_stride(rows);
   args.z = z.const_data_ptr();
+  args.z_stride = static_cast<int>(row_stride(z));
   args.rows = size[0] * size[2] * size[3];
   args.channels = static_cast<int>(size[1]);
   args.affine = affine;
@@ -267,7 +268,7 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
   }
   args.grad_z = nullptr;
   if (wanted[0]) {
-    grads.z = empty_channels_last(z, size[0], size[1], size[2], size[3], dtype);
+    grads.z = empty_rows(z, size[0], size[1], size[2], size[3], args.z_stride, dtype);
     args.grad_z = grads.z.mutable_data_ptr();
   }
   batch_norm_backward(args, dtype, stream);

@@ -37,8 +37,8 @@ struct ActGrads {
   Tensor z, gamma, beta;  // undefined where not asked for; gamma and beta in the dtype that sums are taken in
 };
 
-// From the gradient of y to that of z, which is dense channels_last, through activation and batch norm. wanted: z, gamma,
-// beta.
+// From the gradient of y to that of z, through activation and batch norm. z is rows of pixels, and its gradient's are as far
+// apart. wanted: z, gamma, beta.
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
                       const std::vector<bool>& wanted, cudaStream_t stream);
 

@@ -18,6 +18,8 @@
 #include "device/dispatch.h"
 #include "device/gemm_tiles.h"
 #include "device/tile_costs.h"
+#include "device/tile_stats.h"
+#include "stats_plan.h"
 #include "targets.h"
 
 namespace yolo12_fastconv {
@@ -167,6 +169,8 @@ struct TunedLayer {
 };
 constexpr TunedLayer kTunedLayers[] = {
 #include "tuned_layers.inc"
+// Gradients of x, which are such convolutions of other shapes: at least 3.5 %.
+#include "tuned_layers_dgrad.inc"
 };
 // The same of layers whose fastest timed kernel is one whose blocks share work, against the fastest of the others, which
 // serves them where that one can't.
@@ -177,6 +181,11 @@ constexpr TunedLayer kTunedSharedLayers[] = {
 // that add a residual in a model are timed with it: not all tiles have it brought by the copy engine.
 constexpr TunedLayer kTunedTf32Layers[] = {
 #include "tuned_layers_tf32.inc"
+};
+
+// The same of half with statistics, whose epilogue is longer and whose tiles are not wider than 128 channels.
+constexpr TunedLayer kTunedStatsLayers[] = {
+#include "tuned_layers_stats.inc"
 };
 
 template <size_t kCount>
@@ -299,6 +308,42 @@ KernelChoice choose_kernel(const MenuQuery& query) {
     found = known.emplace(key, choose(query, target, kernel)).first;
   }
   print_once(query, found->second);
+  return found->second;
+}
+
+std::optional<Sm90Plan> choose_stats_plan(const MenuQuery& query) {
+  const KernelChoice usual = choose_kernel(query);
+  const ConvShape& s = query.shape;
+  if (usual.family != Family::kImplicitGemmSm90 || size_of(query.dtype) != 2 || usual.sm90.split > 1) {
+    return std::nullopt;
+  }
+  const bool serves = usual.sm90.channels <= kSm90MaxStatsChannels;
+  if (serves && sm90_name(usual.sm90) == environment("YOLO12_FASTCONV_KERNEL")) return usual.sm90;
+  const char* const tuned = tuned_kernel(kTunedStatsLayers, s);
+  if (serves && tuned == nullptr) return usual.sm90;
+  // As in choose_kernel(): kept, since it takes longer than a launch.
+  constexpr size_t kMostPlans = 4096, kShapeInts = sizeof(ConvShape) / sizeof(int);
+  using Key = std::array<int, kShapeInts>;
+  static std::mutex mutex;
+  static std::map<Key, Sm90Plan> known;
+  Key key;
+  std::memcpy(key.data(), &s, sizeof(s));
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(key);
+  if (found == known.end()) {
+    std::optional<Sm90Plan> best;
+    double least = 0;
+    for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {
+      if (plan.split > 1 || plan.channels > kSm90MaxStatsChannels) continue;
+      const double cycles = tuned != nullptr && sm90_name(plan) == tuned ? 0 : sm90_cycles(s, plan);
+      if (best.has_value() && cycles >= least) continue;
+      best = plan;
+      least = cycles;
+    }
+    if (!best.has_value()) return std::nullopt;
+    if (known.size() == kMostPlans) known.clear();
+    found = known.emplace(key, *best).first;
+  }
   return found->second;
 }
 

@@ -1,4 +1,4 @@
-// Batch norm over the rows of an NHWC tensor, seen as a dense matrix (rows, channels) of half, bfloat16, float or double.
+// Batch norm over the rows of an NHWC tensor, seen as a matrix (rows, channels) of half, bfloat16, float or double.
 //   stats:     mean, var (biased) per channel
 //   act:       y = act((z - mean) / sqrt(var + eps) * gamma + beta) + residual
 //   backward:  du = grad_y * act'(u);  grad_beta = sum du, grad_gamma = sum du * xhat;
@@ -90,6 +90,12 @@ RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwar
   g.even = static_cast<int>(rows / g.step);
   g.odd = static_cast<int>(rows % g.step);
   return g;
+}
+
+// Elements from one row of z, and of its gradient, to the next.
+template <class Args>
+__device__ __forceinline__ int pitch_of(const Args& a, const RowGrid& g) {
+  return a.z_stride > 0 ? a.z_stride : g.channels;
 }
 
 // The part of a matrix that a thread passes through.
@@ -278,7 +284,8 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   Acc origin[kLanes] = {}, sum[kLanes] = {}, squares[kLanes] = {};
   const int rows = r.count;
   wait_for_earlier_kernels();
-  const auto load = [&](int row) { return load_lanes<kLanes>(z + int64_t(row) * g.channels); };
+  const int pitch = pitch_of(a, g);
+  const auto load = [&](int row) { return load_lanes<kLanes>(z + int64_t(row) * pitch); };
   Lanes<T, kLanes> words[kUnroll];
   if (rows > 0) {
 #pragma unroll
@@ -504,8 +511,9 @@ __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const Batc
   const T* const residual = static_cast<const T*>(a.residual) + r.channel;
   T* const y = static_cast<T*>(a.y) + r.channel;
   const bool adds = a.residual != nullptr;
+  const int pitch = pitch_of(a, g);
   const auto load = [&](int row) {
-    Words words = {load_lanes<kLanes>(z + int64_t(row) * g.channels), {}};
+    Words words = {load_lanes<kLanes>(z + int64_t(row) * pitch), {}};
     if (adds) words.residual = load_lanes<kLanes>(residual + int64_t(row) * a.residual_stride);
     return words;
   };
@@ -563,9 +571,10 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(
   const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
+  const int pitch = pitch_of(a, g);
   const auto load = [&](int row) {
     return Words{load_lanes<kLanes>(grad_y + int64_t(row) * a.grad_y_stride),
-                 load_lanes<kLanes>(z + int64_t(row) * g.channels)};
+                 load_lanes<kLanes>(z + int64_t(row) * pitch)};
   };
   wait_for_earlier_kernels();
   const Ahead<Words> ahead(r, load);
@@ -619,9 +628,10 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
   T* const grad_z = static_cast<T*>(a.grad_z) + r.channel;
+  const int pitch = pitch_of(a, g);
   const auto load = [&](int row) {
     return Words{load_lanes<kLanes>(grad_y + int64_t(row) * a.grad_y_stride),
-                 load_lanes<kLanes>(z + int64_t(row) * g.channels)};
+                 load_lanes<kLanes>(z + int64_t(row) * pitch)};
   };
   wait_for_earlier_kernels();
   const Ahead<Words> ahead(r, load);
@@ -649,7 +659,7 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
     differentiate<T>(words, norm, a.act, grad, d);
 #pragma unroll
     for (int c = 0; c < kLanes; ++c) grad[c] = norm.scale[c] * grad[c] - (offset[c] + slope[c] * d[c]);
-    store_lanes(grad_z + int64_t(row) * g.channels, narrow<T>(grad));
+    store_lanes(grad_z + int64_t(row) * pitch, narrow<T>(grad));
   });
 }
 
@@ -717,7 +727,8 @@ void launch_backward(const char* name, const BatchNormBackwardArgs& a, const Row
 
 void launch_act(const BatchNormActArgs& a, int64_t y_stride, DType dtype, bool backwards, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
-  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride, y_stride});
+  const bool words =
+      words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {a.z_stride, residual_stride, y_stride});
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
@@ -743,14 +754,15 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
   // A cumulative average needs the counter before it needs the average.
   const bool together = running != nullptr && running->momentum >= 0;
   const RunningStatsArgs moved = together ? *running : RunningStatsArgs{};
-  with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
-    using T = typename decltype(tag)::type;
-    constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, true, kStatsRows);
-    launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
-    launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
-                                                          kFinishThreads, 0, stream, a, g, moved);
-  });
+  with_lanes<kStatsBytes>(
+      dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {a.z_stride}), [&](auto tag, auto lanes) {
+        using T = typename decltype(tag)::type;
+        constexpr int kLanes = decltype(lanes)::value;
+        const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kStatsBlocks, true, kStatsRows);
+        launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(g), kThreads, 0, stream, a, g);
+        launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
+                                                              kFinishThreads, 0, stream, a, g, moved);
+      });
   if (running != nullptr && !together) update_running_stats(*running, stream);
 }
 
@@ -772,7 +784,7 @@ void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream
   if (a.batch_stats && (a.grad_beta == nullptr || a.grad_gamma == nullptr || a.affine.mean.data == nullptr)) {
     fail("batch_norm_backward: batch statistics need mean, grad_beta and grad_gamma");
   }
-  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
+  const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.z_stride, a.grad_y_stride});
   const bool sums = a.grad_beta != nullptr && a.grad_gamma != nullptr;
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;

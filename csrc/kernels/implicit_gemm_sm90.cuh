@@ -386,174 +386,241 @@ __device__ __forceinline__ void load_weights(const KernelArgs& args, uint32_t le
   }
 }
 
-// Mean and sum of squared deviations of what a warp stores, by channel. A lane reads words of four bytes, the same columns
-// in every tile, from the buffer that the copy engine reads too: no shuffles, and two registers a channel hold all tiles
-// of the warp. Where a row has fewer words than the warp has lanes, several of them (ways) share a column and take its
-// rows in turn. The values are rounded by then: they are those that batch norm reads.
+// Mean and sum of squared deviations of what a warp stores, by channel, from the buffer that the copy engine reads too. The
+// values are rounded by then: they are those that batch norm reads. Of 16 channels, transposed on their way to registers, the
+// tensor cores give the sums (products with ones) and the squares (the diagonal of the products of all pairs): 20 instructions
+// for 256 values, where adding them up in float takes 45.
+//
+// Summed are halves of differences from an origin, half so that no difference overflows. The origin of a channel is
+// chosen from the warp's first full tile: zero, or the mean if that is beyond four deviations. So differences are exact but
+// for the few values below half of such a mean, which are rounded to the operands' bits, and the sums of squares are at most
+// 17 times what is left when the mean is taken off. If the first tile is unlike the others, the spread between them is part
+// of what is summed, which bounds both.
 template <class T, int kChannels>
 class WarpMoments {
  public:
   // The warp's pixels of a tile, for one part of its channels. rows: a bit for each that exists, at least one.
   __device__ __forceinline__ void add(int part, const char* buffer, uint32_t rows) {
     if (rows == kAllRows) {
-      add_rows<true>(part, buffer, rows);
+      if (rows_ < kSettled) settle(part, buffer);
+      add_tile(part, buffer);
     } else {
-      add_rows<false>(part, buffer, rows);
+      add_rows(part, buffer, rows);
     }
   }
 
   // After the last part of a tile.
   __device__ __forceinline__ void count(uint32_t rows) {
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) counts_[slot] += static_cast<float>(__popc(rows & own_rows(slot)));
+    rows_ += __popc(rows);
+    if (rows == kAllRows) rows_ |= kSettled;
   }
 
   // {mean, squared deviations} of all channels to shared memory, then how many pixels they are of.
-  __device__ __forceinline__ void store(float2* to) {
+  __device__ __forceinline__ void store(float2* to) const {
     const int lane = threadIdx.x % 32;
-    join_ways();
+    const float all = count(), share = all > 0 ? 1.0f / all : 0.0f;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
-        const int word = slot * 32 + lane;
-        if (word >= kWords) continue;
+        const int group = slot * 4 + lane % 4;
+        if (group >= kGroups) continue;
 #pragma unroll
-        for (int c = 0; c < kLanes; ++c) {
-          to[part * kStoreChannels + word * kLanes + c] = {mean_[part][slot][c], squares_[part][slot][c]};
+        for (int h = 0; h < 2; ++h) {
+          const float sum = sum_[part][slot][h];
+          to[part * kStoreChannels + group * 16 + h * 8 + lane / 4] = {
+              fmaf(2 * sum, share, -2 * origin(part, slot, h)), 4 * fmaf(-sum * share, sum, squares_[part][slot][h])};
         }
       }
     }
-    if (lane == 0) to[kChannels].x = counts_[0];
+    if (lane == 0) to[kChannels].x = all;
   }
 
  private:
-  static constexpr uint32_t kAllRows = 0xffff;
-  // Rows at once. Straight code is fetched more slowly than it runs, but a loop has swizzled addresses to compute. Whole
-  // layers, us, unrolled and as a loop: 96->96 3x3 80x80 (tiles of 96) 114 and 100, 64->128 3x3/2 320x320 (64) 361 and 371.
-  // Unrolled, tiles of 256 spilled 8 bytes.
-  static constexpr int kUnroll = kChannels == 96 || kChannels >= 192 ? 4 : 16;
+  static constexpr uint32_t kAllRows = 0xffff, kSettled = 1u << 30;
   static constexpr int kStoreChannels = sm90_store_channels(kChannels, sizeof(T));
   static constexpr int kParts = kChannels / kStoreChannels;
   static constexpr int kRowBytes = kStoreChannels * int(sizeof(T));
-  static constexpr int kLanes = 2;  // channels of a word
+  static constexpr int kGroups = kStoreChannels / 16;  // of 16 channels: lanes l with l % 4 == group % 4 keep them
+  static constexpr int kSlots = ceil_div(kGroups, 4);
   static_assert(sizeof(T) == 2);
-  static constexpr int kWords = kRowBytes / 4;
-  static constexpr int kSlots = ceil_div(kWords, 32);  // words of a lane
-  static constexpr int kLastWords = kWords - 32 * (kSlots - 1);
-  static constexpr int ways(int slot) { return slot + 1 < kSlots ? 1 : 32 / kLastWords; }
-  static_assert(ways(kSlots - 1) == 1 || 32 % kLastWords == 0);
+  using Pair = PairOf<T>;
 
-  static __device__ __forceinline__ int way(int slot) { return ways(slot) == 1 ? 0 : threadIdx.x % 32 / kLastWords; }
-  static __device__ __forceinline__ uint32_t own_rows(int slot) {
-    return (ways(slot) == 1 ? 0xffff : ways(slot) == 2 ? 0x5555 : 0x1111) << way(slot);
+  static __device__ __forceinline__ uint32_t bits_of(Pair pair) {
+    uint32_t bits;
+    memcpy(&bits, &pair, 4);
+    return bits;
   }
-
-  static __device__ __forceinline__ void widen_word(uint32_t word, float (&out)[kLanes]) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      out[0] = __uint_as_float(word << 16);
-      out[1] = __uint_as_float(word & 0xffff0000u);
+  static __device__ __forceinline__ Pair pair_of(uint32_t bits) {
+    Pair pair;
+    memcpy(&pair, &bits, 4);
+    return pair;
+  }
+  static __device__ __forceinline__ float2 floats_of(uint32_t bits) {
+    if constexpr (std::is_same_v<T, __half>) {
+      return __half22float2(pair_of(bits));
     } else {
-      widen(Lanes<T, kLanes>{word}, out);
+      return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
     }
   }
 
-  // rcp.approx errs by one unit in the last place of a step, which is small beside the mean.
-  static __device__ __forceinline__ float reciprocal(float value) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-    return result;
-  }
-
-  template <bool kAll>
-  __device__ __forceinline__ void add_rows(int part, const char* buffer, uint32_t rows) {
-    add_slot<kAll, 0>(mean_[part][0], squares_[part][0], buffer, rows);
-    if constexpr (kSlots == 2) add_slot<kAll, 1>(mean_[part][1], squares_[part][1], buffer, rows);
-    static_assert(kSlots <= 2);
-  }
-
-  // Deviations are from the mean of the tiles before. The mean then moves by their sum over the new count, and the
-  // squares lose what lies between the two means. In the first tile, the mean of its own rows stands in.
-  template <bool kAll, int kSlot>
-  __device__ __forceinline__ void add_slot(float (&mean)[kLanes], float (&squares)[kLanes], const char* buffer,
-                                           uint32_t rows) {
-    constexpr int kWays = ways(kSlot), kRows = 16 / kWays;
+  // Channels l / 4 and 8 + l / 4 of a group in lane l, as an operand of channels x pixels: values[0] and [2] are the first
+  // channel's pixels 2 (l % 4) and the next, and those 8 behind, [1] and [3] the second's.
+  static __device__ __forceinline__ void load(uint32_t (&values)[4], const char* buffer, int group) {
     int lane = threadIdx.x % 32;
     asm volatile("" : "+r"(lane));  // addresses are not worth a register over all products: 192 channels spilled
-    const int word = kSlot * 32 + (kSlot + 1 < kSlots ? lane : lane % kLastWords);
-    const char* const from = buffer + way(kSlot) * kRowBytes + word % 4 * 4;
-    const uint32_t own = rows & own_rows(kSlot);
-    // Of the i-th row of the lane; whether it exists.
-    const auto load = [&](int i, float (&value)[kLanes]) {
-      // The ways' rows lie next to each other, and are swizzled alike.
-      const int at = buffer_offset<kRowBytes>(i * kWays, word / 4);
-      widen_word(*reinterpret_cast<const uint32_t*>(from + at), value);
-      return kAll || (rows >> way(kSlot) >> i * kWays & 1);
-    };
-    const float before = counts_[kSlot], added = kAll ? kRows : static_cast<float>(__popc(own));
-    if (before == 0) {
-      float sum[kLanes] = {};
+    const int at = buffer_offset<kRowBytes>(lane % 16, lane / 16);
+    uint32_t loaded[4];
+    // Two chunks further: swizzled or not, as buffers begin at multiples of the swizzle's period.
+    load_transposed(loaded, shared_address(buffer) + (kSwizzled ? at ^ group * 32 : at + group * 32));
+    values[0] = loaded[0];
+    values[1] = loaded[2];
+    values[2] = loaded[1];
+    values[3] = loaded[3];
+  }
+  static constexpr bool kSwizzled = kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32;
+
+  // Calls use(slot, group) for all groups, kUnroll of them in straight code: what runs once is not worth its fetching.
+  template <int kUnroll, class Function>
+  static __device__ __forceinline__ void for_groups(Function&& use) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll kUnroll
-      for (int i = 0; i < kRows; ++i) {
-        float value[kLanes];
-        const bool exists = load(i, value);
-#pragma unroll
-        for (int c = 0; c < kLanes; ++c) sum[c] += exists ? value[c] : 0.0f;
-      }
-      const float share = added > 0 ? reciprocal(added) : 0.0f;
-#pragma unroll
-      for (int c = 0; c < kLanes; ++c) mean[c] = finite_origin(sum[c] * share);
-    }
-    float origin[kLanes], sum[kLanes] = {};
-#pragma unroll
-    for (int c = 0; c < kLanes; ++c) origin[c] = finite_origin(mean[c]);
-#pragma unroll kUnroll
-    for (int i = 0; i < kRows; ++i) {
-      float value[kLanes];
-      const bool exists = load(i, value);
-#pragma unroll
-      for (int c = 0; c < kLanes; ++c) {
-        const float d = exists ? value[c] - origin[c] : 0.0f;
-        sum[c] += d;
-        squares[c] = fmaf(d, d, squares[c]);
-      }
-    }
-    const float all = before + added, share = all > 0 ? reciprocal(all) : 0.0f;
-#pragma unroll
-    for (int c = 0; c < kLanes; ++c) {
-      const float moved = sum[c] * share;
-      mean[c] += moved;
-      squares[c] = fmaf(-moved, sum[c], squares[c]);
+      for (int group = slot * 4; group < (slot + 1 < kSlots ? slot * 4 + 4 : kGroups); ++group) use(slot, group);
     }
   }
 
-  // The lanes of a column, pairwise (Chan et al.).
-  __device__ __forceinline__ void join_ways() {
-    constexpr int kSlot = kSlots - 1;
-    if constexpr (ways(kSlot) > 1) {
+  static __device__ __forceinline__ void product(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #pragma unroll
-      for (int apart = kLastWords; apart < 32; apart *= 2) {
-        const float other = __shfl_xor_sync(0xffffffffu, counts_[kSlot], apart), all = counts_[kSlot] + other;
-        const float each = all > 0 ? 1.0f / all : 0.0f;
+    for (int i = 0; i < 4; ++i) d[i] = 0.0f;
+    multiply_add<T>(d, a, b0, b1);
+  }
+
+  // Sums over the pixels, of both channels: of the values in all lanes, of their squares in lane l / 4 / 2 of each four, from
+  // where all have it.
+  static __device__ __forceinline__ void sums_of(const uint32_t (&values)[4], float (&sum)[2], float (&squares)[2]) {
+    const uint32_t ones = round_pair<T>(1.0f, 1.0f);
+    const int lane = threadIdx.x % 32;
+    float sums[4], first[4], second[4];
+    product(sums, values, ones, ones);
+    product(first, values, values[0], values[2]);
+    product(second, values, values[1], values[3]);
+    sum[0] = sums[0];
+    sum[1] = sums[2];
+    const bool odd = lane & 4;
+    squares[0] = __shfl_sync(0xffffffffu, odd ? first[1] : first[0], lane / 8, 4);
+    squares[1] = __shfl_sync(0xffffffffu, odd ? second[3] : second[2], lane / 8, 4);
+  }
+
+  __device__ __forceinline__ float count() const { return static_cast<float>(rows_ & (kSettled - 1)); }
+  static __device__ __forceinline__ bool keeps(int group) { return threadIdx.x % 4 == group % 4; }
+
+  // Minus half of the origin: of the group's channels in all lanes, of those that a lane keeps.
+  __device__ __forceinline__ uint32_t origins_of(int part, int slot, int group) const {
+    return __shfl_sync(0xffffffffu, origins_[part][slot], group % 4, 4);
+  }
+  __device__ __forceinline__ float origin(int part, int slot, int h) const {
+    const float2 both = floats_of(origins_[part][slot]);
+    return h == 0 ? both.x : both.y;
+  }
+
+  // An origin of 16 rows, and what has been summed so far relative to it.
+  __device__ __forceinline__ void settle(int part, const char* buffer) {
+    for_groups<1>([&](int slot, int group) {
+      uint32_t values[4];
+      load(values, buffer, group);
+      float sum[2], squares[2], chosen[2];
+      sums_of(values, sum, squares);
+      // sum^2 / 16 of the squares' sum is the mean's: more than 16 of 17 parts. Not if either is infinite or missing.
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+      for (int h = 0; h < 2; ++h) chosen[h] = 17 * sum[h] * sum[h] > 256 * squares[h] ? sum[h] / -32 : 0.0f;
+      const uint32_t origins = round_pair<T>(chosen[0], chosen[1]);
+      if (!keeps(group)) return;
+      const float2 now = floats_of(origins);
 #pragma unroll
-          for (int c = 0; c < kLanes; ++c) {
-            float &mean = mean_[part][kSlot][c], &squares = squares_[part][kSlot][c];
-            const float origin = finite_origin(mean), own = mean - origin;
-            const float d = __shfl_xor_sync(0xffffffffu, mean, apart) - origin;
-            const float sum = counts_[kSlot] * own + other * d;
-            squares += __shfl_xor_sync(0xffffffffu, squares, apart) + other * d * d - sum * (sum * each);
-            mean = origin + sum * each;
-          }
+      for (int h = 0; h < 2; ++h) {
+        const float moved = (h == 0 ? now.x : now.y) - origin(part, slot, h);
+        squares_[part][slot][h] += moved * (2 * sum_[part][slot][h] + count() * moved);
+        sum_[part][slot][h] += count() * moved;
+      }
+      origins_[part][slot] = origins;
+    });
+  }
+
+  __device__ __forceinline__ void add_tile(int part, const char* buffer) {
+    // All groups at once, but of 80 channels, which spilled.
+    for_groups<kSlots == 1 ? kGroups : 1>([&](int slot, int group) {
+      uint32_t values[4];
+      load(values, buffer, group);
+      const uint32_t origins = origins_of(part, slot, group);
+      const Pair half = pair_of(round_pair<T>(0.5f, 0.5f));
+      const Pair origin[2] = {pair_of(__byte_perm(origins, 0, 0x1010)), pair_of(__byte_perm(origins, 0, 0x3232))};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = bits_of(__hfma2(pair_of(values[i]), half, origin[i % 2]));
+      float sum[2], squares[2];
+      sums_of(values, sum, squares);
+      if (keeps(group)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          sum_[part][slot][h] += sum[h];
+          squares_[part][slot][h] += squares[h];
         }
-        counts_[kSlot] = all;
       }
-    }
+    });
   }
 
-  float mean_[kParts][kSlots][kLanes] = {}, squares_[kParts][kSlots][kLanes] = {};
-  float counts_[kSlots] = {};  // rows that the lane has read
+  // Some rows of a tile, in float. Before any others, their mean is the origin.
+  __device__ __forceinline__ void add_rows(int part, const char* buffer, uint32_t rows) {
+    const uint32_t own = rows >> threadIdx.x % 4 * 2;
+    const bool exists[4] = {bool(own & 1), bool(own & 2), bool(own & 0x100), bool(own & 0x200)};
+    const auto sum_of_four = [](float value) {
+      value += __shfl_xor_sync(0xffffffffu, value, 1);
+      return value + __shfl_xor_sync(0xffffffffu, value, 2);
+    };
+    for_groups<1>([&](int slot, int group) {
+      uint32_t values[4];
+      load(values, buffer, group);
+      float value[2][4];  // of a channel
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 both = floats_of(values[i]);
+        value[i % 2][i / 2 * 2] = both.x;
+        value[i % 2][i / 2 * 2 + 1] = both.y;
+      }
+      if (rows_ == 0) {
+        float mean[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum += exists[i] ? value[h][i] : 0.0f;
+          mean[h] = finite_origin(sum_of_four(sum) / static_cast<float>(__popc(rows)));
+        }
+        if (keeps(group)) origins_[part][slot] = round_pair<T>(mean[0] / -2, mean[1] / -2);
+      }
+      const float2 origins = floats_of(origins_of(part, slot, group));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float d = exists[i] ? fmaf(0.5f, value[h][i], h == 0 ? origins.x : origins.y) : 0.0f;
+          sum += d;
+          squares = fmaf(d, d, squares);
+        }
+        sum = sum_of_four(sum);
+        squares = sum_of_four(squares);
+        if (keeps(group)) {
+          sum_[part][slot][h] += sum;
+          squares_[part][slot][h] += squares;
+        }
+      }
+    });
+  }
+
+  float sum_[kParts][kSlots][2] = {}, squares_[kParts][kSlots][2] = {};
+  uint32_t origins_[kParts][kSlots] = {};
+  uint32_t rows_ = 0;  // that the warp has read, and kSettled once a full tile was among them
 };
 
 struct NoMoments {};
@@ -749,8 +816,9 @@ class TileWriter {
   __device__ __forceinline__ void finish_halves(const float (&sum)[kSums], int first, int lane, char* buffer,
                                                 const float4* scale_shift) const {
     // Stores behind all that is loaded: a store to shared memory keeps later loads of scale and shift from moving up. Tiles
-    // of 96 channels and moments have no registers for it.
-    constexpr int kPairs16 = kStoreChannels / 16, kBatch = kChannels == 96 || kStats ? 1 : kPairs16;
+    // of 96 channels, and of 80 with moments, have no registers for it.
+    constexpr bool kTight = kChannels == 96 || (kStats && kChannels == 80);
+    constexpr int kPairs16 = kStoreChannels / 16, kBatch = kTight ? 1 : kPairs16;
 #pragma unroll
     for (int from = 0; from < kPairs16; from += kBatch) {
       uint32_t packed[kBatch][4];
@@ -902,9 +970,9 @@ class TileWriter {
   [[no_unique_address]] std::conditional_t<kStats, WarpMoments<T, kChannels>, NoMoments> moments_;
 };
 
-// Whether a kernel has multiply_pairs(). Not with statistics, which leave few registers, nor split, as a kernel of its own.
-template <class T, bool kSplit, bool kStats>
-constexpr bool kHasPairLoops = sizeof(T) == 2 && !kSplit && !kStats;
+// Whether a kernel has multiply_pairs(). Not split, as a kernel of its own.
+template <class T, bool kSplit>
+constexpr bool kHasPairLoops = sizeof(T) == 2 && !kSplit;
 
 // Turns of the workers: named barriers 2 and up, one a worker, on which it waits and the one before it arrives.
 __device__ __forceinline__ void wait_for_turn(int worker) {
@@ -1445,7 +1513,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     if constexpr (kSplit || kPaired) cluster_wait();  // the barriers of all blocks are set up
     compute_tiles<T, kChannels, kSplit, kStats, kRest>(
         args,
-        Worker<T, kChannels, kHasPairLoops<T, kSplit, kStats>, kRest, kPaired>(args, pixel_ring(worker), weight_ring,
+        Worker<T, kChannels, kHasPairLoops<T, kSplit>, kRest, kPaired>(args, pixel_ring(worker), weight_ring,
                                                                                pixel_stages(worker), base),
         warp, work, shared);
   } else if (warp < 5 * args.workers) {
@@ -1695,7 +1763,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.block_steps = plan.row_bytes / 32;
   k.resident = plan.resident;
   // Weights of a whole stage of x in one stage, and no block of channels that is cut short.
-  const bool pairs = kHasPairLoops<T, false, kStats> && plan.split == 1 && mode != PixelMode::kWindow &&
+  const bool pairs = kHasPairLoops<T, false> && plan.split == 1 && mode != PixelMode::kWindow &&
                      plan.row_bytes == 128 && k.groups == k.planes && k.last_block_steps == 4 &&
                      plan.parts <= (mode == PixelMode::kRows ? 2 : 1);
   k.pair_parts = pairs ? plan.parts : 0;
@@ -1787,8 +1855,12 @@ void choose(const ConvArgs& args, DType dtype, const Sm90Plan& plan, const TileS
       case 80: return launch<T, 80, kStats>(args, dtype, plan, stats, stream);
       case 96: return launch<T, 96, kStats>(args, dtype, plan, stats, stream);
       case 128: return launch<T, 128, kStats>(args, dtype, plan, stats, stream);
-      case 192: return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
-      case 256: return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
+      case 192:
+        if constexpr (!kStats) return launch<T, 192, kStats>(args, dtype, plan, stats, stream);
+        break;
+      case 256:
+        if constexpr (!kStats) return launch<T, 256, kStats>(args, dtype, plan, stats, stream);
+        break;
       default: break;
     }
   }
