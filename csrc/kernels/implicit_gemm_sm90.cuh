@@ -1514,7 +1514,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     compute_tiles<T, kChannels, kSplit, kStats, kRest>(
         args,
         Worker<T, kChannels, kHasPairLoops<T, kSplit>, kRest, kPaired>(args, pixel_ring(worker), weight_ring,
-                                                                               pixel_stages(worker), base),
+                                                                       pixel_stages(worker), base),
         warp, work, shared);
   } else if (warp < 5 * args.workers) {
     const int worker = warp - 4 * args.workers;
