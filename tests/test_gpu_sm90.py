@@ -289,8 +289,8 @@ def test_statistics_are_taken_by_the_convolution(cuda):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_statistics_far_from_zero_and_after_unlike_rows(cuda, dtype):
-    """Means of 0 to 100 deviations, on which the choice of an origin depends, in whole tiles and in parts of tiles; rows
-    of another value before them. z is x."""
+    """Means of 0 to 100 deviations, on which the choice of an origin depends, in whole tiles and in parts of tiles. In
+    some, rows of another value come first. z is x."""
     problems = []
     for channels in (16, 32, 48, 64, 80, 96, 128):
         weight = torch.eye(channels, device=cuda, dtype=dtype)[:, :, None, None].contiguous()

@@ -24,8 +24,8 @@
 // some of their pixels with the sums that the others send into its shared memory.
 //
 // kStats: a variant for training, without activation and residual, leaves the mean and the squared deviations of what each
-// block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16: in
-// float, tiles of 96 and 192 channels spilled.
+// block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16 (in
+// float, tiles of 96 and 192 channels spilled), in tiles of up to 128 channels.
 //
 // kRest, kPaired: variants for plans with `rest` and `paired` (device/sm90_plan.h), with no other loops than those over pairs of
 // stages, for which there would be no registers.
