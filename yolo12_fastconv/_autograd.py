@@ -576,7 +576,10 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
 
 def _is_one_pass(ctx: Any, x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
     """Whether one kernel computes the gradients of x and of the weight, so that none is left for a branch."""
-    if not (x.is_cuda and _library.load().loaded and all(ctx.needs_input_grad[:2])) or _side_stream.current() is None:
+    if (
+        not (x.is_cuda and _library.load().loaded and all(ctx.needs_input_grad[:2]))
+        or _side_stream.current() is None
+    ):
         return False
     *form, groups, _act, dtype, tf32 = geometry
     major, minor = torch.cuda.get_device_capability(x.device)

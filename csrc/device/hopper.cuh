@@ -305,16 +305,16 @@ __device__ __forceinline__ void wgmma_wait() {
     YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 0, 0", ia, ib); \
   }
 
-#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                          \
-  if constexpr (kChannels == channels) {                                     \
-    if constexpr (std::is_same_v<T, __half>) {                               \
-      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.f16.f16", ia, ib)       \
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                 \
-      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.bf16.bf16", ia, ib)     \
-    } else {                                                                 \
-      static_assert(!kTransposed && !kTransposedB, "wgmma transposes 16-bit operands only");  \
-      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib); \
-    }                                                                        \
+#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                                          \
+  if constexpr (kChannels == channels) {                                                     \
+    if constexpr (std::is_same_v<T, __half>) {                                               \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.f16.f16", ia, ib)                       \
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                 \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.bf16.bf16", ia, ib)                     \
+    } else {                                                                                 \
+      static_assert(!kTransposed && !kTransposedB, "wgmma transposes 16-bit operands only"); \
+      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib);                 \
+    }                                                                                        \
   }
 
 // d = a * b + d: 64 pixels x kChannels over 32 bytes of input channels (16, or 8 as TF32), asynchronously, by the four

@@ -106,7 +106,7 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;
       choice.plan = *named;
-      choice.stem = false;
+      choice.stem = choice.one_pass = false;
       return choice;
     }
   }

@@ -256,10 +256,9 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   ActGrads act = act_backward(grad_y, in.z, affine, in.act, true, {false, true, true}, stream);
   ConvGrads grads;
   grads.weight = torch::stable::empty_like(weight);
-  grads.x = in_place ? *in.conv.grad_x
-                     : empty_channels_last(x, s.batch, s.in_channels, s.in_h, s.in_w, dtype);
-  const Tensor workspace = empty_bytes(
-      x, int64_t(pointwise_backward_slices(s)) * s.out_channels * s.in_channels * int64_t(sizeof(float)));
+  grads.x = in_place ? *in.conv.grad_x : empty_channels_last(x, s.batch, s.in_channels, s.in_h, s.in_w, dtype);
+  const Tensor workspace =
+      empty_bytes(x, int64_t(pointwise_backward_slices(s)) * s.out_channels * s.in_channels * int64_t(sizeof(float)));
   PointwiseBackwardArgs args = {};
   args.shape = s;
   args.grad_y = grad_y.const_data_ptr();

@@ -36,7 +36,7 @@ namespace yolo12_fastconv {
 namespace {
 
 constexpr char kName[] = "pointwise_backward_sm90";
-constexpr int kPixels = 64, kSlice = 64;            // of a tile; channels of a slice
+constexpr int kPixels = 64, kSlice = 64;  // of a tile; channels of a slice
 constexpr int kSliceBytes = kPixels * kSlice * 2;
 constexpr int kMaxStages = 12;
 constexpr int kBlocks = 132;  // as an H200 has multiprocessors: fewer of them take turns, and the sums stay the same
@@ -161,23 +161,29 @@ __device__ __forceinline__ void fewer_registers() {
 #endif
 }
 
-// grad_z of a tile in the place of z.
+// Where a thread is in a tile of grad_z: a chunk of eight channels, in every `rows`-th pixel from `first` on.
+struct ThreadChunk {
+  int chunk, first, rows;
+  __device__ __forceinline__ explicit ThreadChunk(int out_channels) {
+    const int chunks = out_channels / 8, thread = static_cast<int>(threadIdx.x) % 128;
+    rows = 128 / chunks;
+    first = thread / chunks < rows ? thread / chunks : kPixels;  // chunks may not divide 128
+    chunk = thread % chunks;
+  }
+};
+
+// grad_z of a tile in the place of z. Behind the last channel z is 0 and stays.
 template <class T, int kOut, bool kKeeps>
-__device__ __forceinline__ void differentiate_tile(char* z, const char* grad_y, const Values& kept, const float* table,
-                                                   Act act) {
-  constexpr int kChunks = 8 * kOut, kRows = 128 / kChunks, kRounds = (kPixels + kRows - 1) / kRows;
-  const int thread = threadIdx.x % 128, chunk = thread % kChunks, first = thread / kChunks;
-  if (first >= kRows) return;  // three slices: 24 chunks x 5 rows
+__device__ __forceinline__ void differentiate_tile(char* z, const char* grad_y, const ThreadChunk& at,
+                                                   const Values& kept, const float* table, Act act) {
   Values values = kept;
-  if constexpr (!kKeeps) values.load<kOut * kSlice>(table, chunk * 8);
-  const int slice = chunk / 8 * kSliceBytes;
+  if constexpr (!kKeeps) values.load<kOut * kSlice>(table, at.chunk * 8);
+  const int slice = at.chunk / 8 * kSliceBytes;
 #pragma unroll 4
-  for (int i = 0; i < kRounds; ++i) {
-    const int row = first + i * kRows;
-    if (kPixels % kRows != 0 && row >= kPixels) break;
-    const int at = slice + buffer_offset<128>(row, chunk % 8);
-    uint4* const word = reinterpret_cast<uint4*>(z + at);
-    *word = differentiate<T>(*word, *reinterpret_cast<const uint4*>(grad_y + at), values, act);
+  for (int row = at.first; row < kPixels; row += at.rows) {
+    const int offset = slice + buffer_offset<128>(row, at.chunk % 8);
+    uint4* const word = reinterpret_cast<uint4*>(z + offset);
+    *word = differentiate<T>(*word, *reinterpret_cast<const uint4*>(grad_y + offset), values, act);
   }
 }
 
@@ -203,8 +209,8 @@ __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float
     __syncwarp();
 #pragma unroll
     for (int slice = 0; slice < kInSlices; ++slice) {
-      store_box(lane == 0, &args.grad_x, shared_address(buffer) + slice * kSliceBytes + warp * 16 * 128,
-                slice * kSlice, tile * kPixels + 16 * warp, 0, 0);
+      store_box(lane == 0, &args.grad_x, shared_address(buffer) + slice * kSliceBytes + warp * 16 * 128, slice * kSlice,
+                tile * kPixels + 16 * warp, 0, 0);
     }
     return;
   }
@@ -219,8 +225,9 @@ __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float
       const int64_t m = int64_t(tile) * kPixels + pixel;
       if (m >= args.pixels || channel >= args.in_channels) continue;
       float mine[8], more[8];
-      widen(Lanes<T, 8>{*reinterpret_cast<const uint4*>(buffer + slice * kSliceBytes + buffer_offset<128>(pixel, chunk))},
-            mine);
+      widen(
+          Lanes<T, 8>{*reinterpret_cast<const uint4*>(buffer + slice * kSliceBytes + buffer_offset<128>(pixel, chunk))},
+          mine);
       widen(load_lanes<8>(added + m * args.added_stride + channel), more);
 #pragma unroll
       for (int c = 0; c < 8; ++c) mine[c] += more[c];
@@ -230,8 +237,8 @@ __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float
 }
 
 template <class T, int kOut, int kIn>
-__global__ __launch_bounds__(Config<kOut, kIn>::kThreads, 1) void pointwise_backward_sm90_kernel(
-    const __grid_constant__ KernelArgs args) {
+__global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
+                             1) void pointwise_backward_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
   using C = Config<kOut, kIn>;
   extern __shared__ __align__(1024) char shared[];
@@ -302,10 +309,9 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads, 1) void pointwise_back
   fill_values<kOut * kSlice>(args, table, kThreads);
   sync_workers();
   {
+    const ThreadChunk at(args.out_channels);
     Values values = {};
-    if constexpr (C::kKeepsValues) {
-      values.load<kOut * kSlice>(table, static_cast<int>(threadIdx.x) % 128 % (8 * kOut) * 8);
-    }
+    if constexpr (C::kKeepsValues) values.load<kOut * kSlice>(table, at.chunk * 8);
     barrier_wait(weights_filled, 0);
     const uint32_t layout = descriptor_layout(128, 8 * 128);
     int stage = worker;
@@ -315,7 +321,7 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads, 1) void pointwise_back
       char* const grad_y = z + kOut * kSliceBytes;
       const uint32_t grad = shared_address(z), x = shared_address(grad_y) + C::kGradSlices * kSliceBytes;
       barrier_wait(filled + 8 * stage, parity);
-      differentiate_tile<T, kOut, C::kKeepsValues>(z, grad_y, values, table, args.act);
+      differentiate_tile<T, kOut, C::kKeepsValues>(z, grad_y, at, values, table, args.act);
       // The stage before is free when its grad_x has left.
       if (leads) wait_stores_read<0>();
       barrier_arrive_if(last_emptied, releases);
