@@ -326,8 +326,9 @@ def backward_in_one_pass() -> Iterator[Case]:
         return
     for co, widths in ((56, (24, 64, 88, 120, 184)), (128, (64, 80, 128)), (136, (40,))):
         for ci in widths:
+            conv = Conv(3, ci, 19, 23, co, 1)
 
-            def run(conv: Conv = Conv(3, ci, 19, 23, co, 1)) -> None:
+            def run(conv: Conv = conv) -> None:
                 with environment(**{GRADIENTS: "fused"}):
                     train(conv, HALF)
 

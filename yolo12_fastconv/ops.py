@@ -1040,8 +1040,8 @@ def backward_in_one_pass(
     tf32: bool,
     capability: int,
 ) -> bool:
-    """Whether the backward of `conv_bn_act_train` goes from the sums of the batch norm to the gradients of `x` and of the
-    weight in one kernel, if both are asked for and lie as it reads them. Arguments as `describe_kernel`.
+    """Whether the backward of `conv_bn_act_train` goes from the sums of the batch norm to the gradients of `x` and of
+    the weight in one kernel, if both are asked for and lie as it reads them. Arguments as `describe_kernel`.
 
     Raises:
         RuntimeError: the compiled library is not loaded.
