@@ -324,7 +324,7 @@ def backward_in_one_pass() -> Iterator[Case]:
     """Each number of slices of output channels with each number of columns."""
     if capability() != 90:
         return
-    for co, widths in ((56, (24, 64, 88, 120, 184)), (128, (64, 80, 128)), (136, (40,))):
+    for co, widths in ((56, (24, 64, 88, 120, 184, 200, 328)), (128, (64, 80, 128, 200)), (136, (40, 72))):
         for ci in widths:
             conv = Conv(3, ci, 19, 23, co, 1)
 

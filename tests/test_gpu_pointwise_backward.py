@@ -18,12 +18,14 @@ OPS = torch.ops.yolo12_fastconv
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOOR = {"float16": 1e-3, "bfloat16": 8e-3}  # of the largest value: one rounding
 # In, out, height, width, batch: each number of slices with each number of columns, tiles in part, more and fewer tiles
-# than blocks, and one pixel.
+# than blocks, few pixels, and input channels in parts.
 SHAPES = [
     (64, 64, 80, 80, 2), (48, 64, 37, 41, 2), (32, 32, 20, 20, 4), (16, 24, 13, 7, 3), (96, 128, 40, 40, 2),
     (128, 128, 40, 40, 4), (64, 192, 40, 40, 2), (128, 64, 20, 20, 8), (192, 64, 20, 20, 4), (8, 8, 5, 5, 1),
     (80, 80, 33, 17, 2), (64, 80, 80, 80, 1), (128, 40, 9, 9, 1), (184, 56, 11, 10, 2), (96, 48, 80, 80, 2),
     (56, 136, 19, 21, 2), (40, 184, 8, 8, 1), (32, 16, 160, 160, 16), (128, 128, 1, 1, 3),
+    (256, 32, 40, 40, 2), (384, 64, 20, 20, 3), (328, 56, 11, 13, 2), (256, 128, 20, 20, 8), (200, 72, 17, 9, 2),
+    (128, 192, 20, 20, 4), (88, 136, 23, 5, 2),
 ]  # fmt: skip
 
 

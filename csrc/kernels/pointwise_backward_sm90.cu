@@ -5,6 +5,8 @@
 // The three steps by themselves move seven maps: grad_y and z in, grad_z out; grad_z in, grad_x out; grad_z and x in. This
 // moves four. It serves where all of grad_w fits in the registers of a warpgroup, besides a tile of grad_x.
 //
+// More input channels are divided among blocks, which compute the same grad_z from what the L2 cache has for all but one.
+//
 // A block's workers (warpgroups) take tiles of 64 pixels in turn, from one ring of stages that a warp fills. Channels lie in
 // slices of 64, 128 bytes a pixel; what is behind the last channel is zeros of the copy engine, and their grad_z is 0. Pixels
 // behind the last have a grad_z that is not, which multiplies zeros of x, and a grad_x that is not written.
@@ -75,7 +77,8 @@ struct KernelArgs {
   const float* grad_gamma;
   Act act;
   float rows;
-  int tiles, out_channels, in_channels, pitch;
+  int tiles, out_channels, in_channels;
+  int parts;  // of the input channels, kIn each
   int64_t pixels;
   const void* added;  // to grad_x, or null
   int64_t added_stride;
@@ -190,7 +193,7 @@ __device__ __forceinline__ void differentiate_tile(char* z, const char* grad_y, 
 // A warp's 16 pixels of grad_x to the buffer, and from there to memory.
 template <class T, int kIn>
 __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float (&sum)[kIn / 2], char* buffer,
-                                             int tile) {
+                                             int tile, int first_channel) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = 16 * warp + lane % 16;
 #pragma unroll
   for (int pair = 0; pair < kIn / 16; ++pair) {
@@ -221,7 +224,8 @@ __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float
   for (int slice = 0; slice < kInSlices; ++slice) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int pixel = 16 * warp + 4 * i + lane / 8, chunk = lane % 8, channel = slice * kSlice + chunk * 8;
+      const int pixel = 16 * warp + 4 * i + lane / 8, chunk = lane % 8,
+                channel = first_channel + slice * kSlice + chunk * 8;
       const int64_t m = int64_t(tile) * kPixels + pixel;
       if (m >= args.pixels || channel >= args.in_channels) continue;
       float mine[8], more[8];
@@ -266,18 +270,20 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
   }
   __syncthreads();
   wait_for_earlier_kernels();
-  const int step = static_cast<int>(gridDim.x);
+  const int part = static_cast<int>(blockIdx.x) % args.parts, first_channel = part * kIn;
+  const int block = static_cast<int>(blockIdx.x) / args.parts, step = static_cast<int>(gridDim.x) / args.parts;
   if (warp >= 4 * C::kWorkers) {
     if constexpr (C::kMovesRegisters) fewer_registers<40>();
     if (warp > 4 * C::kWorkers) return;
     // z and grad_y come with the batch norm's sums, which are behind the wait; x and the weight came long ago.
     barrier_expect(leads, weights_filled, C::kWeightBytes);
     for (int slice = 0; slice < C::kInSlices; ++slice) {
-      load_box(leads, base + slice * kOut * kSlice * kSlice * 2, &args.weight, weights_filled, slice * kSlice, 0, 0, 0);
+      load_box(leads, base + slice * kOut * kSlice * kSlice * 2, &args.weight, weights_filled,
+               first_channel + slice * kSlice, 0, 0, 0);
     }
     int stage = 0;
     uint32_t parity = 0;
-    for (int tile = blockIdx.x; tile < args.tiles; tile += step) {
+    for (int tile = block; tile < args.tiles; tile += step) {
       barrier_wait(emptied + 8 * stage, parity ^ 1);
       const uint32_t full = filled + 8 * stage;
       barrier_expect(leads, full, (2 * kOut + C::kInSlices) * kSliceBytes);
@@ -292,7 +298,7 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
       }
       to += C::kGradSlices * kSliceBytes;
       for (int slice = 0; slice < C::kInSlices; ++slice) {
-        load_box(leads, to + slice * kSliceBytes, &args.x, full, slice * kSlice, pixel, 0, 0);
+        load_box(leads, to + slice * kSliceBytes, &args.x, full, first_channel + slice * kSlice, pixel, 0, 0);
       }
       if (++stage == C::kStages) {
         stage = 0;
@@ -316,7 +322,7 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
     const uint32_t layout = descriptor_layout(128, 8 * 128);
     int stage = worker;
     uint32_t parity = 0, last_emptied = 0, releases = 0;
-    for (int tile = blockIdx.x + worker * step; tile < args.tiles; tile += C::kWorkers * step) {
+    for (int tile = block + worker * step; tile < args.tiles; tile += C::kWorkers * step) {
       char* const z = shared + C::kStagesAt + stage * C::kStageBytes;
       char* const grad_y = z + kOut * kSliceBytes;
       const uint32_t grad = shared_address(z), x = shared_address(grad_y) + C::kGradSlices * kSliceBytes;
@@ -347,7 +353,7 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
       }
       wgmma_commit();
       wgmma_wait<1>();
-      write_grad_x<T, kIn>(args, grad_x, grad_y, tile);
+      write_grad_x<T, kIn>(args, grad_x, grad_y, tile, first_channel);
       wgmma_wait<0>();
       last_emptied = emptied + 8 * stage;
       releases = leads;
@@ -377,23 +383,43 @@ __global__ __launch_bounds__(Config<kOut, kIn>::kThreads,
     }
   }
   sync_workers();
-  const int vectors = args.pitch / 4;
-  float* const to = args.workspace + int64_t(blockIdx.x) * args.out_channels * args.pitch;
+  const int vectors = min(args.in_channels - first_channel, kIn) / 4;
+  float* const to = args.workspace + int64_t(block) * args.out_channels * args.in_channels + first_channel;
   for (int i = threadIdx.x; i < args.out_channels * vectors; i += kThreads) {
-    const int k = i / vectors;
-    const float* const from = sums + k * C::kSumPitch + (i - k * vectors) * 4;
+    const int k = i / vectors, c = (i - k * vectors) * 4;
+    const float* const from = sums + k * C::kSumPitch + c;
     float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll
     for (int other = 1; other < C::kWorkers; ++other) {
       const float4 more = *reinterpret_cast<const float4*>(from + other * C::kSumFloats);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    reinterpret_cast<float4*>(to)[i] = sum;
+    *reinterpret_cast<float4*>(to + k * args.in_channels + c) = sum;
   }
 #endif
 }
 
 // ---- host -----------------------------------------------------------------------------------------------------------
+
+// How the input channels are divided: parts of so many columns, of which there is a kernel; no parts if there is none.
+struct Widths {
+  int columns, parts;
+};
+Widths widths_of(const ConvShape& s) {
+  const auto least = [&s](std::initializer_list<Widths> candidates) {
+    for (const Widths& widths : candidates) {
+      if (s.in_channels <= widths.columns * widths.parts) return widths;
+    }
+    return Widths{0, 0};
+  };
+  // Parts begin at whole slices: those of 96 would write into the next one.
+  switch (slices_of(s.out_channels)) {
+    case 1: return least({{32, 1}, {64, 1}, {96, 1}, {128, 1}, {192, 1}, {128, 2}, {192, 2}});
+    case 2: return least({{64, 1}, {96, 1}, {128, 1}, {128, 2}});
+    case 3: return least({{64, 1}, {64, 2}});
+    default: return {0, 0};
+  }
+}
 
 int64_t tiles_of(const ConvShape& s) { return ceil_div<int64_t>(s.out_pixels(), kPixels); }
 
@@ -423,7 +449,7 @@ void launch(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
   k.tiles = static_cast<int>(tiles_of(s));
   k.out_channels = s.out_channels;
   k.in_channels = s.in_channels;
-  k.pitch = wgrad_pitch(s);
+  k.parts = widths_of(s).parts;
   k.pixels = pixels;
   k.added = a.added;
   k.added_stride = a.added_stride;
@@ -432,7 +458,7 @@ void launch(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
   k.workspace = static_cast<float*>(a.workspace);
   constexpr auto kKernel = pointwise_backward_sm90_kernel<T, kOut, kIn>;
   allow_shared_bytes(kKernel, C::kBytes);
-  launch_dependent<kKernel>(kName, pointwise_backward_slices(s), C::kThreads, C::kBytes, stream, k);
+  launch_dependent<kKernel>(kName, pointwise_backward_slices(s) * k.parts, C::kThreads, C::kBytes, stream, k);
 }
 
 // Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
@@ -443,25 +469,9 @@ constexpr bool is_built_for_hopper() {
   return false;
 }
 
-// Columns for which there is a kernel, 0 if none.
-int columns_of(int out_slices, int in_channels) {
-  const auto least = [in_channels](std::initializer_list<int> widths) {
-    for (const int width : widths) {
-      if (in_channels <= width) return width;
-    }
-    return 0;
-  };
-  switch (out_slices) {
-    case 1: return least({32, 64, 96, 128, 192});
-    case 2: return least({64, 96, 128});
-    case 3: return least({64});
-    default: return 0;
-  }
-}
-
 template <class T>
 void choose(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
-  const int out = slices_of(a.shape.out_channels), in = columns_of(out, a.shape.in_channels);
+  const int out = slices_of(a.shape.out_channels), in = widths_of(a.shape).columns;
   if constexpr (is_built_for_hopper()) {
     switch (out * 1000 + in) {
       case 1032: return launch<T, 1, 32>(a, dtype, stream);
@@ -483,11 +493,12 @@ void choose(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
 
 bool has_pointwise_backward(const ConvShape& s) {
   return is_built_for_hopper() && s.pointwise() && s.groups == 1 && s.in_channels % 8 == 0 && s.out_channels % 8 == 0 &&
-         s.out_pixels() > 0 && s.out_pixels() <= std::numeric_limits<int>::max() - kPixels &&
-         columns_of(slices_of(s.out_channels), s.in_channels) > 0;
+         s.out_pixels() > 0 && s.out_pixels() <= std::numeric_limits<int>::max() - kPixels && widths_of(s).parts > 0;
 }
 
-int pointwise_backward_slices(const ConvShape& s) { return static_cast<int>(std::min<int64_t>(kBlocks, tiles_of(s))); }
+int pointwise_backward_slices(const ConvShape& s) {
+  return static_cast<int>(std::min<int64_t>(kBlocks / widths_of(s).parts, tiles_of(s)));
+}
 
 void pointwise_backward(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
   if (dtype == DType::kFloat16) {
