@@ -32,5 +32,6 @@ STABLE_TORCH_LIBRARY_IMPL(yolo12_fastconv, CompositeExplicitAutograd, m) {
   m.impl("describe_kernel", TORCH_BOX(&yolo12_fastconv::describe_kernel));
   m.impl("kernel_candidates", TORCH_BOX(&yolo12_fastconv::kernel_candidates));
   m.impl("describe_gradients", TORCH_BOX(&yolo12_fastconv::describe_gradients));
+  m.impl("backward_in_one_pass", TORCH_BOX(&yolo12_fastconv::backward_in_one_pass));
   m.impl("library_info", TORCH_BOX(&yolo12_fastconv::library_info));
 }

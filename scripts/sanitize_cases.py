@@ -325,6 +325,21 @@ def weight_gradient_tiles() -> Iterator[Case]:
                     yield f"tile {name} {what}", run
 
 
+def backward_in_one_pass() -> Iterator[Case]:
+    """Each number of slices of output channels with each number of columns."""
+    if capability() != 90:
+        return
+    for co, widths in ((56, (24, 64, 88, 120, 184, 200, 328)), (128, (64, 80, 128, 200)), (136, (40, 72))):
+        for ci in widths:
+            conv = Conv(3, ci, 19, 23, co, 1)
+
+            def run(conv: Conv = conv) -> None:
+                with environment(**{GRADIENTS: "fused"}):
+                    train(conv, HALF)
+
+            yield f"backward in one pass {ci}to{co}", run
+
+
 def all_cases() -> Iterator[Case]:
     """Name and function of each."""
     dense = {
@@ -362,6 +377,7 @@ def all_cases() -> Iterator[Case]:
                 yield f"attention {size} of 48 heads {short}", run(attention, size, 4, 1, dtype, batch=12)
     yield from tiles()
     yield from weight_gradient_tiles()
+    yield from backward_in_one_pass()
     for dtype in (HALF, BF16):
         short = str(dtype)[6:]
         for k in (16, 24, 64, 96):

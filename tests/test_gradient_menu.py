@@ -163,7 +163,7 @@ def test_switches(monkeypatch):
     assert gradients(case) == ("aten", "aten")
     assert gradients(depthwise) == ("aten", "wgrad/simt")  # ATen's is less exact
     monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "cudnn")
-    with pytest.raises(RuntimeError, match="YOLO12_FASTCONV_GRADIENTS=cudnn: use own or aten"):
+    with pytest.raises(RuntimeError, match="YOLO12_FASTCONV_GRADIENTS=cudnn: use own, fused or aten"):
         gradients(case)
     monkeypatch.delenv("YOLO12_FASTCONV_GRADIENTS")
     named = "wgrad/sm90/window/64x32x64x15/3"
@@ -177,3 +177,39 @@ def test_switches(monkeypatch):
     named = "wgrad/sm90/window/64x16x64x11/3"
     monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", named)
     assert gradients(stem)[1] == named
+
+
+def in_one_pass(case: cases.Case, dtype: torch.dtype = torch.float16, capability: int = 90) -> bool:
+    return ops.backward_in_one_pass(
+        (case.batch, case.ci, case.h, case.w), (case.co, case.ci // case.groups, *case.kernel),
+        case.stride, case.padding, case.dilation, case.groups, dtype, tf32=False, capability=capability,
+    )  # fmt: skip
+
+
+def pointwise(ci: int, co: int) -> cases.Case:
+    return cases.Case("", ci, co, 20, 20, (1, 1), (1, 1), (0, 0))
+
+
+def test_backward_in_one_pass(monkeypatch):
+    narrow = pointwise(64, 128)
+    assert in_one_pass(narrow) and in_one_pass(narrow, torch.bfloat16)
+    assert not in_one_pass(narrow, torch.float32)
+    assert not in_one_pass(narrow, capability=80)
+    # Sums of the weight's gradient that fit the registers of a warpgroup or two; rows of 16 bytes.
+    for ci, co, served in (
+        (8, 8, True), (384, 64, True), (392, 64, False), (256, 128, True), (264, 128, False), (128, 192, True),
+        (136, 192, False), (64, 200, False), (60, 64, False), (64, 60, False),
+    ):  # fmt: skip
+        assert in_one_pass(pointwise(ci, co)) == served, f"{ci} to {co}"
+    assert not in_one_pass(cases.Case("", 64, 64, 20, 20, (3, 3), (1, 1), (1, 1)))
+    assert not in_one_pass(cases.Case("", 64, 64, 20, 20, (1, 1), (1, 1), (0, 0), groups=64))
+    for wish, expected in (("own", False), ("aten", False), ("fused", True)):
+        monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", wish)
+        assert in_one_pass(narrow) == expected, wish
+
+
+def test_narrow_layers_of_the_models_take_one_pass():
+    for case in shapes():
+        narrow = case.kernel == (1, 1) and case.ci * -(-case.co // 64) <= 192
+        if narrow:
+            assert in_one_pass(case), f"{case}"

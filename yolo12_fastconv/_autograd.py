@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolo12_fastconv import _aten_maps, _recompute, _side_stream, _slices, _weight_casts, reference
+from yolo12_fastconv import _aten_maps, _library, _recompute, _side_stream, _slices, _weight_casts, reference
 
 _ops = torch.ops.yolo12_fastconv
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -549,7 +549,7 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
     else:
         place = _slices.own(passed, ctx) if passed and wanted[0] else None
         added = _sum([grad for grad in passed if grad is not place])
-        branches = _branches(ctx, weight, bias)
+        branches = None if _is_one_pass(ctx, x, weight, geometry) else _branches(ctx, weight, bias)
         if branches is not None:
             grad_z, *others = call_op(
                 _ops.bn_act_backward.default, grad_y, z, mean, var, bn_weight, bn_bias, eps,
@@ -572,6 +572,21 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
         if grads[0] is not None and (place is not None or (ctx.reads_join and not _slices.is_seen(x))):
             _slices.give(grads[0], ctx.next_functions[0][0])
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
+
+
+def _is_one_pass(ctx: Any, x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
+    """Whether one kernel computes the gradients of x and of the weight, so that none is left for a branch."""
+    if (
+        not (x.is_cuda and _library.load().loaded and all(ctx.needs_input_grad[:2]))
+        or _side_stream.current() is None
+    ):
+        return False
+    *form, groups, _act, dtype, tf32 = geometry
+    major, minor = torch.cuda.get_device_capability(x.device)
+    in_one: bool = _ops.backward_in_one_pass.default(
+        x.shape, weight.shape, *form, groups, dtype, tf32, 10 * major + minor
+    )
+    return in_one
 
 
 def _branches(ctx: Any, weight: Tensor, bias: Tensor | None) -> _side_stream.Branches | None:

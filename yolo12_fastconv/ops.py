@@ -155,6 +155,9 @@ SCHEMAS = {
     # What computes the gradients of x and of the weight.
     "describe_gradients": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
     " int groups, ScalarType dtype, bool allow_tf32, int capability) -> str[]",
+    # Whether a training op's backward computes them in one pass, from the gradient of y on.
+    "backward_in_one_pass": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
+    " int groups, ScalarType dtype, bool allow_tf32, int capability) -> bool",
     # What the compiled library is: "arch_list=...;cuda=...;source_hash=...;version=...".
     "library_info": "() -> str",
 }
@@ -162,6 +165,7 @@ _HOST_OPS = (
     "describe_kernel",
     "kernel_candidates",
     "describe_gradients",
+    "backward_in_one_pass",
     "library_info",
 )  # no tensors: defined for the compiled library alone
 _ATEN_OPS = ("area_attention_aten", "area_attention_backward_aten")
@@ -1030,7 +1034,8 @@ def describe_gradients(
     """What computes the gradients of `x` and of the weight: "family/target/tile" of our kernels, or "aten".
 
     Arguments as `describe_kernel`. ``YOLO12_FASTCONV_GRADIENTS=own`` takes our kernels wherever there is one, also
-    where cuDNN was measured to be faster; ``aten`` only where ATen's weight gradient is less exact. A name of
+    where cuDNN was measured to be faster; ``fused`` besides takes one pass for both and the batch norm's where there is
+    one (`backward_in_one_pass`); ``aten`` has ours only where ATen's weight gradient is less exact. A name of
     ``wgrad/sm90/...`` in ``YOLO12_FASTCONV_WGRAD`` forces that tile where it fits.
 
     Raises:
@@ -1040,3 +1045,27 @@ def describe_gradients(
         x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
     )
     return dgrad, wgrad
+
+
+def backward_in_one_pass(
+    x_size: Sequence[int],
+    weight_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    capability: int,
+) -> bool:
+    """Whether the backward of `conv_bn_act_train` goes from the sums of the batch norm to the gradients of `x` and of
+    the weight in one kernel, if both are asked for and lie as it reads them. Arguments as `describe_kernel`.
+
+    Raises:
+        RuntimeError: the compiled library is not loaded.
+    """
+    in_one: bool = _menu_op("backward_in_one_pass")(
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+    )
+    return in_one

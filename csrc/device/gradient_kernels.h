@@ -58,4 +58,31 @@ void wgrad_stem(const WgradArgs& args, DType x_dtype, DType dtype, cudaStream_t 
 bool is_wgrad_sm90_built();
 void wgrad_sm90(const WgradArgs& args, DType dtype, const WgradPlan& plan, cudaStream_t stream);
 
+// What follows the batch norm's sums in the backward of a narrow 1x1 convolution, in one pass: half and bfloat16, compute
+// capability 9.0, batch norm by batch statistics, its vectors float, no bias. kernels/pointwise_backward_sm90.cu
+struct PointwiseBackwardArgs {
+  ConvShape shape;
+  const void* grad_y;  // (pixels, K); rows aligned to 16 bytes, as are those of x, grad_x and added
+  int64_t grad_y_stride;
+  const void* z;  // (pixels, K), dense
+  Affine affine;  // gamma, beta, mean, var, eps
+  Act act;
+  const float* grad_beta;   // (K), from batch_norm_backward()
+  const float* grad_gamma;  // (K)
+  const void* x;  // (pixels, C)
+  int64_t x_stride;
+  const void* weight;  // (K, C), dense, in the same dtype
+  void* grad_x;  // (pixels, C); may be `added`
+  int64_t grad_x_stride;
+  const void* added;  // to grad_x, (pixels, C); may be null
+  int64_t added_stride;
+  void* grad_weight;  // logical (K, C, 1, 1)
+  Strides grad_weight_strides;
+  DType grad_weight_dtype;
+  void* workspace;  // pointwise_backward_slices() * K * C floats
+};
+bool has_pointwise_backward(const ConvShape& shape);
+int pointwise_backward_slices(const ConvShape& shape);
+void pointwise_backward(const PointwiseBackwardArgs& args, DType dtype, cudaStream_t stream);
+
 }  // namespace yolo12_fastconv

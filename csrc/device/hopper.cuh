@@ -330,27 +330,30 @@ __device__ __forceinline__ void wgmma_wait() {
 #define YOLO12_WGMMA_HALVES(channels, groups, types, ia, ib)        \
   if constexpr (kTransposed) {                                      \
     YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 1, 1", ia, ib); \
+  } else if constexpr (kTransposedB) {                              \
+    YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 0, 1", ia, ib); \
   } else {                                                          \
     YOLO12_WGMMA(channels, groups, types, "1, 1, 1, 0, 0", ia, ib); \
   }
 
-#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                          \
-  if constexpr (kChannels == channels) {                                     \
-    if constexpr (std::is_same_v<T, __half>) {                               \
-      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.f16.f16", ia, ib)       \
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                 \
-      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.bf16.bf16", ia, ib)     \
-    } else {                                                                 \
-      static_assert(!kTransposed, "wgmma transposes 16-bit operands only");  \
-      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib); \
-    }                                                                        \
+#define YOLO12_WGMMA_CASE(channels, groups, ia, ib)                                          \
+  if constexpr (kChannels == channels) {                                                     \
+    if constexpr (std::is_same_v<T, __half>) {                                               \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.f16.f16", ia, ib)                       \
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                 \
+      YOLO12_WGMMA_HALVES(channels, groups, "k16.f32.bf16.bf16", ia, ib)                     \
+    } else {                                                                                 \
+      static_assert(!kTransposed && !kTransposedB, "wgmma transposes 16-bit operands only"); \
+      YOLO12_WGMMA(channels, groups, "k8.f32.tf32.tf32", "1, 1, 1", ia, ib);                 \
+    }                                                                                        \
   }
 
 // d = a * b + d: 64 pixels x kChannels over 32 bytes of input channels (16, or 8 as TF32), asynchronously, by the four
 // warps of a warpgroup. Both operands lie in shared memory, rows of input channels, as their descriptors say. Warp w holds
 // rows 16 w to 16 w + 15: lane l has elements (l / 4 + 8 h, 8 j + 2 (l % 4) + e) in d[4 j + 2 h + e].
-// kTransposed: both operands lie as 16 rows of the reduction, as pixels do, and the channels inside (transposed_start()).
-template <class T, int kChannels, bool kTransposed = false>
+// kTransposed: both operands lie as 16 rows of the reduction, as pixels do, and the channels inside (transposed_start());
+// kTransposedB: only b does.
+template <class T, int kChannels, bool kTransposed = false, bool kTransposedB = kTransposed>
 __device__ __forceinline__ void wgmma(float (&d)[kChannels / 2], uint64_t a, uint64_t b){
 #if YOLO12_HAS_WGMMA
     YOLO12_WGMMA_CASE(16, 1, "8", "9") YOLO12_WGMMA_CASE(32, 2, "16", "17") YOLO12_WGMMA_CASE(48, 3, "24", "25")

@@ -15,14 +15,15 @@ namespace {
 bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
 // What YOLO12_FASTCONV_GRADIENTS asks for.
-enum class Wish { kFastest, kOwn, kAten };
+enum class Wish { kFastest, kOwn, kFused, kAten };
 
 Wish wish() {
   const std::string value = environment("YOLO12_FASTCONV_GRADIENTS");
   if (value.empty()) return Wish::kFastest;
   if (value == "own") return Wish::kOwn;
+  if (value == "fused") return Wish::kFused;
   if (value == "aten") return Wish::kAten;
-  fail("YOLO12_FASTCONV_GRADIENTS=", value, ": use own or aten, or unset it");
+  fail("YOLO12_FASTCONV_GRADIENTS=", value, ": use own, fused or aten, or unset it");
 }
 
 // Layers at batch 32 that the rule below gives to the slower of both. cuDNN, ours, us.
@@ -89,7 +90,7 @@ std::optional<ConvShape> choose_dgrad(const MenuQuery& query, Wish wish) {
   if (!shape.has_value() || wish == Wish::kAten) return std::nullopt;
   const Family family = choose_kernel({*shape, query.dtype, query.allow_tf32, query.capability}).family;
   // float, on the same kernels, has not been timed against cuDNN.
-  if (wish == Wish::kOwn) return shape;
+  if (wish == Wish::kOwn || wish == Wish::kFused) return shape;
   const bool tuned =
       family == Family::kImplicitGemm || family == Family::kImplicitGemmSm90 || family == Family::kDepthwiseMma;
   return tuned && is_half(query.dtype) && is_dgrad_faster(query.shape) ? shape : std::nullopt;
@@ -125,14 +126,15 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
   choice.strided_dgrad =
-      has_strided_dgrad(query.shape) && (wished == Wish::kOwn || is_strided_dgrad_faster(query.shape));
+      has_strided_dgrad(query.shape) && (wished != Wish::kFastest || is_strided_dgrad_faster(query.shape));
+  choice.one_pass = wished != Wish::kOwn && has_pointwise_backward(query.shape);
   choice.stem = has_wgrad_stem(query.shape, query.dtype);
   if (wished == Wish::kFastest && !slices_x && !is_wgrad_faster(query.shape)) return choice;
   if (const std::string name = environment("YOLO12_FASTCONV_WGRAD"); !name.empty()) {
     if (const std::optional<WgradPlan> named = plan_wgrad_sm90(query.shape, name)) {
       choice.wgrad = WgradFamily::kSm90;
       choice.plan = *named;
-      choice.stem = false;
+      choice.stem = choice.one_pass = false;
       return choice;
     }
   }

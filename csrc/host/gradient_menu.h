@@ -21,10 +21,12 @@ struct GradientChoice {
   WgradFamily wgrad = WgradFamily::kAten;
   WgradPlan plan;  // kSm90 only
   bool stem = false;  // kernels/wgrad_stem.cu instead, where it serves x as it lies at the call
+  // kernels/pointwise_backward_sm90.cu for grad_z and both, where a batch norm's backward is asked for as a whole.
+  bool one_pass = false;
 };
 
-// By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "aten" none that ATen
-// computes as exactly. Whether tensors are aligned as a kernel wants them is seen at the call. slices_x: x lies in a
+// By measurement, or as YOLO12_FASTCONV_GRADIENTS says: "own" is every case that a kernel exists for, "fused" besides
+// those that one kernel serves with the batch norm, "aten" none that ATen computes as exactly. Whether tensors are aligned as a kernel wants them is seen at the call. slices_x: x lies in a
 // wider tensor, which ours read in place and ATen copies.
 GradientChoice choose_gradients(const MenuQuery& query, bool slices_x = false);
 // "family/target/tile" of both, or "aten". For people and tests.

@@ -2,6 +2,9 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <tuple>
+#include <utility>
+
 #include "aten.h"
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
@@ -211,6 +214,77 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
   return grad;
 }
 
+bool is_float_or_absent(const ChannelVector& vector) {
+  return vector.data == nullptr || vector.dtype == DType::kFloat32;
+}
+
+// What pointwise_backward() takes: rows of `channels` neighbours in the compute dtype, aligned to 16 bytes.
+bool is_aligned_matrix(const Tensor& tensor, DType dtype) {
+  return dtype_of(tensor.scalar_type()) == dtype && is_row_matrix(tensor) && has_aligned_pixels(tensor, dtype);
+}
+
+// The whole backward of a 1x1 convolution with batch norm in two passes; nothing where the kernel does not serve.
+std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolution& convolution, const Tensor& x,
+                                                                   const Tensor& weight, const BackwardInputs& in,
+                                                                   const std::vector<bool>& wanted) {
+  const ConvShape& s = convolution.shape();
+  const DType dtype = convolution.dtype();
+  const cudaStream_t stream = convolution.stream();
+  if (!in.batch_stats || !wanted[kGradX] || !wanted[kGradWeight] || in.conv.bias.has_value()) return std::nullopt;
+  if (!choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}).one_pass) return std::nullopt;
+  const Tensor& filter = in.conv.cast_weight.has_value() ? *in.conv.cast_weight : weight;
+  const bool dense_filter = filter.stride(0) == s.in_channels && (s.in_channels == 1 || filter.stride(1) == 1);
+  const Affine& affine = in.affine;
+  if (!is_float_or_absent(affine.gamma) || !is_float_or_absent(affine.beta) || !is_float_or_absent(affine.mean) ||
+      !is_float_or_absent(affine.var) || !is_aligned_matrix(x, dtype) || !dense_filter ||
+      !has_aligned_pixels(filter, dtype)) {
+    return std::nullopt;
+  }
+  check_grad(in.grad_y, "grad_y", {s.batch, s.out_channels, s.out_h, s.out_w});
+  const bool in_place = in.conv.grad_x.has_value();
+  const OptionalTensor& added = in_place ? in.conv.grad_x : in.conv.add_to_grad_x;
+  if (added.has_value()) {
+    check_added(*added, in_place ? "grad_x" : "add_to_grad_x", x);
+    if (!is_aligned_matrix(*added, dtype)) return std::nullopt;
+    if (in_place && in.conv.more.has_value()) {
+      check_added(*in.conv.more, "more", x);
+      add_in_place(*added, {*in.conv.more}, dtype, stream);
+    }
+  }
+  const Tensor rows = as_row_matrix(in.grad_y, dtype, stream);
+  const Tensor grad_y = has_aligned_pixels(rows, dtype) ? rows : copy_with_aligned_pixels(rows, dtype, stream);
+  ActGrads act = act_backward(grad_y, in.z, affine, in.act, true, {false, true, true}, stream);
+  ConvGrads grads;
+  grads.weight = torch::stable::empty_like(weight);
+  grads.x = in_place ? *in.conv.grad_x : empty_channels_last(x, s.batch, s.in_channels, s.in_h, s.in_w, dtype);
+  const Tensor workspace =
+      empty_bytes(x, int64_t(pointwise_backward_slices(s)) * s.out_channels * s.in_channels * int64_t(sizeof(float)));
+  PointwiseBackwardArgs args = {};
+  args.shape = s;
+  args.grad_y = grad_y.const_data_ptr();
+  args.grad_y_stride = row_stride(grad_y);
+  args.z = in.z.const_data_ptr();
+  args.affine = affine;
+  args.act = in.act;
+  args.grad_beta = static_cast<const float*>(act.beta.const_data_ptr());
+  args.grad_gamma = static_cast<const float*>(act.gamma.const_data_ptr());
+  args.x = x.const_data_ptr();
+  args.x_stride = row_stride(x);
+  args.weight = filter.const_data_ptr();
+  args.grad_x = grads.x.mutable_data_ptr();
+  args.grad_x_stride = row_stride(grads.x);
+  if (added.has_value()) {
+    args.added = added->const_data_ptr();
+    args.added_stride = row_stride(*added);
+  }
+  args.grad_weight = grads.weight.mutable_data_ptr();
+  args.grad_weight_strides = strides_of(grads.weight);
+  args.grad_weight_dtype = dtype_of(grads.weight.scalar_type());
+  args.workspace = workspace.mutable_data_ptr();
+  pointwise_backward(args, dtype, stream);
+  return std::make_pair(act, grads);
+}
+
 }  // namespace
 
 Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype) {
@@ -351,13 +425,18 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   if (wanted.size() != 5) fail("output_mask must have 5 entries, got ", wanted.size());
   const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
   ActGrads act;
-  if (in.affine.mean.data == nullptr && in.act == Act::kIdentity) {
-    act.z = in.grad_y;
+  ConvGrads grads;
+  if (const auto both = backward_in_one_pass(convolution, x, weight, in, wanted)) {
+    std::tie(act, grads) = *both;
   } else {
-    act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
-                       {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
+    if (in.affine.mean.data == nullptr && in.act == Act::kIdentity) {
+      act.z = in.grad_y;
+    } else {
+      act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
+                         {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
+    }
+    grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted);
   }
-  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted);
   if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);
   return {or_empty(grads.x, wanted[kGradX] && !in.conv.grad_x.has_value(), x, x_dtype),

@@ -35,6 +35,13 @@ std::vector<std::string> describe_gradients(std::vector<int64_t> x_size, std::ve
   return {dgrad_name(choice, query), wgrad_name(choice)};
 }
 
+bool backward_in_one_pass(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
+                          std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                          bool allow_tf32, int64_t capability) {
+  const ConvShape shape = conv_shape(x_size, weight_size, {stride, padding, dilation, groups});
+  return choose_gradients({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)}).one_pass;
+}
+
 std::string library_info() {
   return std::string("arch_list=") + YOLO12_FASTCONV_ARCH_LIST + ";cuda=" + YOLO12_FASTCONV_CUDA_VERSION +
          ";source_hash=" + YOLO12_FASTCONV_SOURCE_HASH + ";version=" + YOLO12_FASTCONV_VERSION;

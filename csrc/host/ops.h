@@ -111,6 +111,11 @@ std::vector<std::string> describe_gradients(std::vector<int64_t> x_size, std::ve
                                             std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
                                             bool allow_tf32, int64_t capability);
 
+// Whether choose_gradients() takes one pass for both and the batch norm's.
+bool backward_in_one_pass(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
+                          std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups, ScalarType dtype,
+                          bool allow_tf32, int64_t capability);
+
 std::string library_info();
 
 }  // namespace yolo12_fastconv
