@@ -209,7 +209,7 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
     channels, memory_format = last.weight.shape[1] * last.groups, _aten.output_format(x, weight)
     options: Any = {"dtype": ops.compute_dtype(x), "device": x.device}
     if torch.compiler.is_compiling() and memory_format is torch.channels_last:
-        # Inductor makes an NCHW buffer of an `empty` with a memory format, and then copies every slice of it in and out.
+        # Of an `empty` with a memory format Inductor makes an NCHW buffer, and copies every slice of it in and out.
         return torch.empty((x.shape[0], height, width, channels), **options).permute(0, 3, 1, 2)
     return torch.empty((x.shape[0], channels, height, width), memory_format=memory_format, **options)
 
