@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The record of what was run on a GPU: docs/benchmarks/<gpu>.json, and the README's tables of all records.
 
-    scripts/gpu_record.py run FOLDER [--only tests|parity] [--scales n,m,l,x] [--workers N]
+    scripts/gpu_record.py run FOLDER [--only tests|parity] [--models n,m,x,n-seg] [--workers N] [--budget SECONDS]
                                                            raw results into FOLDER; needs a GPU
     scripts/gpu_record.py collect FOLDER                   raw results into docs/benchmarks/<gpu>.json
     scripts/gpu_record.py readme [--check]                 write the tables into README.md, or compare
@@ -10,8 +10,9 @@
 A sanitizer.json of scripts/sanitize.py in FOLDER, of the same csrc/, is collected too.
 
 `run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. Parity
-of each scale is a process of its own and writes after every one of its runs, so that a run that is ended, or a scale
-that crashes, leaves what was measured; scales may be run one after the other into the same FOLDER. Results of other
+of each model is a process of its own and writes after every one of its runs, so that a run that is ended, or a model
+that crashes, leaves what was measured; models may be run one after the other into the same FOLDER. The budget is that
+of a model's parity. Results of other
 sources that lie there are removed first. `stale` exits with 0 in any case, since a record can only be renewed where
 there is a GPU.
 """
@@ -30,9 +31,10 @@ from typing import Any
 from records import RECORDS, ROOT, facts, readme, slug, stale, why_not
 
 SCALES = "nsmlx"
+MODELS = "n,s,m,l,x,n-seg,n-pose,n-obb,n-cls"
 
 
-def run(folder: Path, only: str | None, scales: str, workers: int) -> int:
+def run(folder: Path, only: str | None, models: str, workers: int, budget: float = float("inf")) -> int:
     problem = why_not()
     if problem:
         print(f"gpu_record: {problem}", file=sys.stderr)
@@ -55,8 +57,8 @@ def run(folder: Path, only: str | None, scales: str, workers: int) -> int:
         environment = {**os.environ, "YOLO12_FASTCONV_RESULTS": str(folder), "YOLO_AUTOINSTALL": "false"}
         ok &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
     if only != "tests":
-        for scale in scales.split(","):
-            ok &= _parity(folder, scale)
+        for model in models.split(","):
+            ok &= _parity(folder, model, budget)
     return 0 if ok else 1
 
 
@@ -72,33 +74,39 @@ def _prepare(folder: Path, now: dict[str, Any]) -> None:
     file.write_text(json.dumps(now), encoding="utf-8")
 
 
-def _parity(folder: Path, scale: str) -> bool:
-    """Parity of one scale into matrix-<scale>.json; whether it held."""
+def _parity(folder: Path, model: str, budget: float) -> bool:
+    """Parity of one model into matrix-<model>.json; whether it held."""
     script = str(ROOT / "scripts" / "parity_check.py")
-    file = folder / f"matrix-{scale}.json"
+    file = folder / f"matrix-{model}.json"
     file.unlink(missing_ok=True)  # of a run before: if this one crashes, it must not stand in
-    command = [sys.executable, script, "--matrix", scale, "--json", str(file)]
+    command = [sys.executable, script, "--matrix", model, "--json", str(file), "--budget", str(budget)]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def _matrix(folder: Path) -> dict[str, Any] | None:
-    """The runs of all scales, in the order of the scales; None if there is none."""
+    """The runs of all models, by task and scale; None if there is none."""
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("matrix*.json")]
     if not parts:
         return None
-    parts.sort(key=lambda part: SCALES.index(part["rows"][0]["model"][-1]))
+    rows = [row for part in parts for row in part["rows"]]
     return {
         "ok": all(part["ok"] for part in parts),
         "complete": all(part.get("complete", True) for part in parts),
-        "rows": [row for part in parts for row in part["rows"]],
+        "rows": sorted(rows, key=lambda row: _place(row["model"])),
     }
+
+
+def _place(model: str) -> tuple[str, int]:
+    """Of a name such as yolo12n-seg in the table: detection first, then the other tasks, each from n to x."""
+    scale, _, task = model.removeprefix("yolo12").partition("-")
+    return task, SCALES.index(scale)
 
 
 def collect(folder: Path) -> int:
     matrix = _matrix(folder)
     measured = matrix is not None or (folder / "junit.xml").is_file()
     if not measured or not (folder / "facts.json").is_file():
-        lacking = "facts.json" if measured else "junit.xml and matrix-<scale>.json"
+        lacking = "facts.json" if measured else "junit.xml and matrix-<model>.json"
         print(f"gpu_record: {folder} lacks {lacking}: run scripts/gpu_record.py run", file=sys.stderr)
         return 2
     record = json.loads((folder / "facts.json").read_text())
@@ -183,7 +191,8 @@ def main() -> int:
     run_parser = commands.add_parser("run")
     run_parser.add_argument("folder", type=Path)
     run_parser.add_argument("--only", choices=["tests", "parity"])
-    run_parser.add_argument("--scales", default="n,m,l,x")
+    run_parser.add_argument("--models", default=MODELS)
+    run_parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of a model's parity")
     run_parser.add_argument(
         "--workers", type=int, default=1, help="processes of the suite, with pytest-xdist"
     )
@@ -192,7 +201,7 @@ def main() -> int:
     commands.add_parser("stale")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return run(arguments.folder, arguments.only, arguments.scales, arguments.workers)
+        return run(arguments.folder, arguments.only, arguments.models, arguments.workers, arguments.budget)
     if arguments.command == "collect":
         return collect(arguments.folder)
     return readme(arguments.check) if arguments.command == "readme" else stale()

@@ -2,12 +2,13 @@
 """Layer-by-layer check of a patched model against stock Ultralytics: ``yolo12-fastconv parity`` as a script.
 
     scripts/parity_check.py model=yolo12n.pt source=bus.jpg quantize=16      as the command; see its --help
-    scripts/parity_check.py --matrix n,m,l,x [KEY=VALUE ...] [--json FILE] [--markdown FILE]
+    scripts/parity_check.py --matrix n,x,n-seg [KEY=VALUE ...] [--budget SECONDS] [--json FILE] [--markdown FILE]
 
-The matrix runs YOLO12 models with random weights, one after the other, each in fp32, fp16 and bf16, in evaluation mode
-(also fused, as ``predict`` has it) and in training mode, and writes one line for each. The files are written after
-every run; a run that raises is a line with its error, and the next one follows. Keys: imgsz, batch, source, device,
-seed. Exit status as the command's: 0 all hold parity, 1 at least one is broken, 2 one could not run.
+The matrix runs YOLO12 models with random weights, named by scale and task (n-seg, n-pose, n-obb, n-cls), one after the
+other, each in fp32, fp16 and bf16, in evaluation mode (also fused, as ``predict`` has it) and in training mode, and
+writes one line for each. The files are written after every run; a run that raises is a line with its error, and the
+next one follows. After the budget no further run begins. Keys: imgsz, batch, source, device, seed. Exit status as the
+command's: 0 all hold parity, 1 at least one is broken, 2 one could not run, or not all within the budget.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from yolo12_fastconv import parity_cli
 from yolo12_fastconv.parity_report import ParityReport
 
 SCALES = "nsmlx"
+TASKS = ("", "-seg", "-pose", "-obb", "-cls")
 KEYS = ("imgsz", "batch", "source", "device", "seed")
 RUNS = [
     ("eval", ("mode=eval",)),
@@ -52,10 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--matrix" not in arguments:
         return parity_cli.main(arguments)
     try:
-        scales, rest, files = _parse(arguments)
-        plan = [(f"yolo12{scale}.yaml", *run) for scale in scales for run in _runs(rest)]
+        models, rest, files, budget = _parse(arguments)
+        plan = [(f"yolo12{model}.yaml", *run) for model in models for run in _runs(rest)]
         rows: list[dict[str, Any]] = []
+        end = time.monotonic() + budget
         for run in plan:
+            if time.monotonic() > end:
+                print(f"parity_check: stopped by --budget {budget:g}, {len(rows)} of {len(plan)} runs made")
+                break
             rows.append(_row_or_problem(*run))
             # After every run, so that a matrix that is ended from outside loses one at most.
             _write(files, rows, complete=len(rows) == len(plan))
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"parity_check: {error}", file=sys.stderr)
         return 2
     print(_markdown(rows), end="")
-    if any(row["problem"] for row in rows):
+    if len(rows) < len(plan) or any(row["problem"] for row in rows):
         return 2
     return 0 if all(row["ok"] for row in rows) else 1
 
@@ -97,28 +103,32 @@ def _row_or_problem(model: str, precision: str, mode: str, arguments: list[str])
                 torch.cuda.empty_cache()
 
 
-def _parse(arguments: list[str]) -> tuple[list[str], list[str], tuple[str, str]]:
-    """Scales, KEY=VALUE arguments, and the files of --json and --markdown."""
-    scales: list[str] = []
+def _parse(arguments: list[str]) -> tuple[list[str], list[str], tuple[str, str], float]:
+    """Models as "n" or "n-seg", KEY=VALUE arguments, the files of --json and --markdown, and seconds."""
+    options = {"--matrix": "", "--json": "", "--markdown": "", "--budget": "inf"}
     rest: list[str] = []
-    files = {"--json": "", "--markdown": ""}
     pending = iter(arguments)
     for argument in pending:
-        if argument == "--matrix":
-            scales = next(pending, "").split(",")
-        elif argument in files:
-            files[argument] = next(pending, "")
+        if argument in options:
+            options[argument] = next(pending, "")
         elif argument.partition("=")[0] in KEYS:
             rest.append(argument)
         else:
             raise parity_cli.UsageError(
                 f"{argument!r} has no place beside --matrix; the keys are {', '.join(KEYS)}"
             )
-    if not scales or any(len(scale) != 1 or scale not in SCALES for scale in scales):
+    known = [scale + task for scale in SCALES for task in TASKS]
+    models = options["--matrix"].split(",")
+    if not set(models) <= set(known):
+        tasks = ", ".join(task for task in TASKS if task)
         raise parity_cli.UsageError(
-            f"--matrix {','.join(scales)}: scales are {', '.join(SCALES)}, as in --matrix n,x"
+            f"--matrix {','.join(models)}: scales are {', '.join(SCALES)}, tasks {tasks}, as in --matrix n,x,n-seg"
         )
-    return scales, rest, (files["--json"], files["--markdown"])
+    try:
+        budget = float(options["--budget"])
+    except ValueError:
+        raise parity_cli.UsageError(f"--budget {options['--budget']}: seconds, as in --budget 120") from None
+    return models, rest, (options["--json"], options["--markdown"]), budget
 
 
 def _runs(rest: list[str]) -> list[tuple[str, str, list[str]]]:

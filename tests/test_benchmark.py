@@ -273,6 +273,7 @@ def samples(benchmark):
     model[3] |= {"patch_s": 0.21, "first_ms": 43.0, "first_extra_ms": 40.0}
     model.append(a_row(models, "ours-plain-graph", ok=None, note="not in this version"))
     model.append(a_row(models, "compile", ms=5.5, compile_s=53.0))
+    model.append(a_row(models, "ours-compile", ms=2.9, compile_s=21.0))
     phases = {"data": 1.0, "forward": 20.0, "loss": 5.0, "backward": 30.0, "optimizer": 4.0, "ema": 2.0}
     whole = {"model": "yolo12n", "batch": 32, "imgsz": 640, "dtype": "fp16", "complete": True, **FACTS}
     predict = {
@@ -355,7 +356,10 @@ def test_every_kind_of_record_reaches_the_readme(benchmark, files, checkout, sam
     assert len(files.read(folder / "nvidia-test-1-train.json")["sets"]) == 3
     assert benchmark.main(["readme"]) == 0 and benchmark.main(["readme", "--check"]) == 0
     text = (checkout / "README.md").read_text()
-    assert "| yolo12n | 32 | 640 | fp16 | 12.6 | 9.2 | 8 | 5.5 (53 s) | 3 | 2.5 | 12800 | 5.04 |" in text
+    assert (
+        "| yolo12n | 32 | 640 | fp16 | 12.6 | 9.2 | 8 | 5.5 (53 s) | 3 | 2.5 | 2.9 (21 s) | 12800 | 5.04 |"
+        in text
+    )
     assert "Patching took at most 0.21 s, the first patched call at most 40 ms more" in text
     assert "| yolo12n | 32 | mixed | fp16 | ours | 5 | 1 | 2 | 0.5 | 1.5 | 1.20 |" in text
     assert "| yolo12n | 32 | 640 | fp16 | deterministic | 55.8 | 49.9 | - | 19.5 | 14.5 | 3.44 |" in text
@@ -380,7 +384,10 @@ def test_a_wrong_result_has_no_number_in_the_readme(benchmark, samples):
     ours |= {"ok": False, "note": "wrong: output[0].scores has 3.0 times the error that is allowed"}
     record = {"gpu": "NVIDIA Test 1", "sets": [samples["model"]]}
     text = "\n".join(tables.model_part(record))
-    assert "| 5.5 (53 s) | - | 2.5 |" in text and "**1 results did not, and have no number.**" in text
+    assert (
+        "| 5.5 (53 s) | - | 2.5 | 2.9 (21 s) |" in text
+        and "**1 results did not, and have no number.**" in text
+    )
     assert "**WRONG** wrong: output[0].scores" in tables.model_table([samples["model"]])
 
 
@@ -737,7 +744,28 @@ def test_a_run_that_raises_is_a_line_and_the_next_follows(matrix, monkeypatch, t
     assert "**could not run: RuntimeError: no kernel**" in capsys.readouterr().out
 
 
-def test_parity_of_scales_is_run_and_collected_one_by_one(benchmark, checkout, monkeypatch, tmp_path):
+def test_the_matrix_has_tasks_and_a_budget(matrix, monkeypatch, tmp_path, capsys):
+    now = [0.0]
+
+    def row(model, precision, mode, arguments):
+        now[0] += 10
+        return a_parity_row(model.removesuffix(".yaml"), precision=precision, mode=mode)
+
+    monkeypatch.setattr(matrix, "_row", row)
+    monkeypatch.setattr(matrix.time, "monotonic", lambda: now[0])
+    file = tmp_path / "matrix.json"
+    assert matrix.main(["--matrix", "n-seg,x-cls", "--budget", "95", "--json", str(file)]) == 2
+    written = json.loads(file.read_text())
+    assert [one["model"] for one in written["rows"]] == ["yolo12n-seg"] * 9 + ["yolo12x-cls"]
+    assert not written["complete"] and written["ok"]
+    assert "10 of 18 runs made" in capsys.readouterr().out
+    assert matrix.main(["--matrix", "n-seg", "--budget", "90"]) == 0
+    assert matrix.main(["--matrix", "n-segment"]) == matrix.main(["--matrix", "n", "--budget", "soon"]) == 2
+    said = capsys.readouterr().err
+    assert "tasks -seg, -pose, -obb, -cls" in said and "--budget soon" in said
+
+
+def test_parity_of_models_is_run_and_collected_one_by_one(benchmark, checkout, monkeypatch, tmp_path):
     gpu_record = importlib.import_module("gpu_record")
     facts = {
         "gpu": "NVIDIA Test 1",
@@ -765,12 +793,12 @@ def test_parity_of_scales_is_run_and_collected_one_by_one(benchmark, checkout, m
     monkeypatch.setattr(gpu_record, "facts", lambda: dict(facts))
     monkeypatch.setattr(gpu_record.subprocess, "run", run)
     folder = tmp_path / "results"
-    assert gpu_record.run(folder, "parity", "x,m", 1) == 1
+    assert gpu_record.run(folder, "parity", "n-seg,x,m", 1) == 1
     assert gpu_record.run(folder, "parity", "n", 1) == 0  # added to what is there
-    assert commands == ["x", "m", "n"]
+    assert commands == ["n-seg", "x", "m", "n"]
     assert gpu_record.collect(folder) == 0
     record = json.loads((benchmark.records.RECORDS / "nvidia-test-1.json").read_text())
-    assert [row["model"] for row in record["parity"]["rows"]] == ["yolo12n", "yolo12x"]
+    assert [row["model"] for row in record["parity"]["rows"]] == ["yolo12n", "yolo12x", "yolo12n-seg"]
     assert not record["parity"]["complete"]
     facts["sources"] = {"csrc": "d", "package": "p"}
     assert gpu_record.run(folder, "parity", "m", 1) == 1  # of other sources now: the older results are gone

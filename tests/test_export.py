@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -85,8 +86,10 @@ def test_torch_export(fused, strict, tiny):
     assert_same(tensors(program.module()(other)), tensors(fast(other)), 1e-5)
 
 
-@pytest.mark.parametrize("form", ["torchscript", "onnx"])
+@pytest.mark.parametrize("form", ["torchscript", "onnx", "openvino"])
 def test_export_of_a_patched_yolo(form, tmp_path, images):
+    if form == "openvino":
+        openvino = pytest.importorskip("openvino")
     yolo = patch_model(YOLO("yolo12n.yaml"))
     yolo.ckpt_path = str(tmp_path / "model.pt")  # names the exported file
     yolo.model.pt_path = yolo.ckpt_path
@@ -100,6 +103,11 @@ def test_export_of_a_patched_yolo(form, tmp_path, images):
         if form == "onnx":
             assert {node.domain for node in onnx.load(path).graph.node} == {""}
             exported = run_onnx(path, x)[0]
+        elif form == "openvino":
+            core = openvino.Core()
+            file = core.read_model(next(Path(path).glob("*.xml")))
+            assert all(op.get_type_info().version_id.startswith("opset") for op in file.get_ops())
+            exported = torch.from_numpy(core.compile_model(file, "CPU")(x.numpy())[0])
         else:
             exported = torch.jit.load(path)(x)
     np.testing.assert_allclose(tensors(exported)[0], expected, rtol=1e-3, atol=1e-3)

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -108,6 +109,23 @@ def test_a_difference_would_be_noticed(weights):
 def test_one_picture_at_a_time_gives_the_boxes_of_a_batch(weights):
     yolo = patch_model(YOLO(weights))
     assert assert_same_boxes(detect(yolo, SIZE, batch=8), detect(yolo, SIZE, batch=1), score=1e-4)
+
+
+def test_tracks_equal_stock(weights):
+    """Boxes and identities over a stream of pictures that move."""
+    pytest.importorskip("lap")
+    picture = cv2.imread(str(shapes_images()[0]))
+    tracks = []
+    for yolo in (patch_model(YOLO(weights)), YOLO(weights)):
+        settings = dict(imgsz=SIZE, device="cpu", verbose=False, conf=CONFIDENCE, persist=True)
+        stream = [np.roll(picture, 2 * step, axis=1).copy() for step in range(6)]
+        tracks.append([yolo.track(frame, **settings)[0].boxes.data for frame in stream])
+        patched = count_blocks(yolo.predictor.model.model)[0]
+        assert patched == (113 if len(tracks) == 1 else 0)
+    assert all(boxes.shape[1] == 7 for boxes in tracks[1])  # x1, y1, x2, y2, identity, score, class
+    assert sum(map(len, tracks[1])) >= 6
+    for ours, stock in zip(*tracks, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-2)
 
 
 def test_fine_tuning_the_trained_model_keeps_it_detecting(weights, tmp_path):
