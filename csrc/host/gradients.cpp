@@ -63,8 +63,7 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
-// The filter of the convolution that computes a gradient of x, in the compute dtype.
-Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
+TransposedFilter empty_transposed_filter(const Convolution& convolution, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const int filters = s.out_channels / s.groups;
@@ -80,16 +79,20 @@ Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
   args.in_channels = s.in_channels / s.groups;
   args.kernel_h = s.kernel_h;
   args.kernel_w = s.kernel_w;
-  transpose_filter(args, convolution.stream());
-  return filter;
+  return {filter, args};
+}
+
+Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
+  const TransposedFilter made = empty_transposed_filter(convolution, weight);
+  transpose_filter(made.args, convolution.stream());
+  return made.filter;
 }
 
 // grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`. With
 // `out` it is written there, which may be `added`: a thread reads what it adds before it writes it, and no other does.
 Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
-                      const Tensor& weight, const OptionalTensor& added, const OptionalTensor& out) {
+                      const Tensor& filter, const OptionalTensor& added, const OptionalTensor& out) {
   const ConvShape& s = convolution.shape();
-  const Tensor filter = transposed_filter(convolution, weight);
   const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
   const Convolution transposed(grad_z, filter, geometry, convolution.dtype(), convolution.allow_tf32());
   if (!out.has_value()) return transposed.run({}, Act::kIdentity, added);
@@ -98,9 +101,8 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
 }
 
 // grad_x of a 3x3 convolution with stride 2 by its own kernel.
-Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& weight) {
+Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& filter) {
   const ConvShape& s = convolution.shape();
-  const Tensor filter = transposed_filter(convolution, weight);
   const Tensor grad_x = empty_channels_last(grad_z, s.batch, s.in_channels, s.in_h, s.in_w, convolution.dtype());
   StridedDgradArgs args;
   args.shape = s;
@@ -110,6 +112,19 @@ Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad
   args.grad_x = grad_x.mutable_data_ptr();
   strided_dgrad(args, convolution.dtype(), convolution.stream());
   return grad_x;
+}
+
+// The same filter, of half the bytes, from the copy that the forward pass has made.
+const Tensor& filter_of(const Tensor& weight, const ConvBackwardInputs& in) {
+  return in.cast_weight.has_value() ? *in.cast_weight : weight;
+}
+
+// Whether a kernel of ours computes the gradient of x, from rows of grad_z as act_backward() leaves them.
+bool has_own_dgrad(const Convolution& convolution, const Tensor& x) {
+  const ConvShape& s = convolution.shape();
+  const GradientChoice own = choose_gradients({s, convolution.dtype(), convolution.allow_tf32(), capability_of(x)});
+  const bool aligned = s.out_channels % (16 / size_of(convolution.dtype())) == 0;
+  return (own.strided_dgrad && aligned) || own.dgrad.has_value();
 }
 
 void check_grad(const Tensor& grad, const char* name, const std::vector<int64_t>& wanted) {
@@ -238,7 +253,7 @@ Act act_of(int64_t code) {
 }
 
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
-                      const std::vector<bool>& wanted, cudaStream_t stream) {
+                      const std::vector<bool>& wanted, cudaStream_t stream, const TransposeFilterArgs* filter) {
   const DType dtype = dtype_of(z.scalar_type());
   const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const bool has_bn = affine.mean.data != nullptr;
@@ -270,12 +285,13 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
     grads.z = empty_channels_last(z, size[0], size[1], size[2], size[3], dtype);
     args.grad_z = grads.z.mutable_data_ptr();
   }
-  batch_norm_backward(args, dtype, stream);
+  batch_norm_backward_and_filter(args, filter, dtype, stream);
   return grads;
 }
 
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted) {
+                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted,
+                        const OptionalTensor& made) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const DType x_dtype = dtype_of(x.scalar_type());
@@ -304,8 +320,8 @@ ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z,
   Tensor grad_bias;
   if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
   if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-  // The same filter, of half the bytes, from the copy that the forward pass has made.
-  const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+  Tensor filter;
+  if (own_x) filter = made.has_value() ? *made : transposed_filter(convolution, filter_of(weight, in));
   if (strided_x) {
     grads.x = strided_input_gradient(convolution, grad_z, filter);
   } else if (own_x) {
@@ -350,13 +366,21 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   if (wanted.size() != 5) fail("output_mask must have 5 entries, got ", wanted.size());
   const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
   ActGrads act;
+  OptionalTensor made;
   if (in.affine.mean.data == nullptr && in.act == Act::kIdentity) {
     act.z = in.grad_y;
   } else {
+    // The filter that the gradient of x needs depends on nothing that comes before: it is made beside it.
+    std::optional<TransposedFilter> filter;
+    if (wanted[kGradX] && has_own_dgrad(convolution, x)) {
+      filter = empty_transposed_filter(convolution, filter_of(weight, in.conv));
+      made = filter->filter;
+    }
     act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
-                       {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
+                       {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream(),
+                       filter ? &filter->args : nullptr);
   }
-  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted);
+  const ConvGrads grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted, made);
   if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);
   return {or_empty(grads.x, wanted[kGradX] && !in.conv.grad_x.has_value(), x, x_dtype),

@@ -3,6 +3,7 @@
 
 #include "aten.h"
 #include "convolution.h"
+#include "device/gradient_kernels.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {
@@ -38,13 +39,22 @@ struct ActGrads {
 };
 
 // From the gradient of y to that of z, which is dense channels_last, through activation and batch norm. wanted: z, gamma,
-// beta.
+// beta. On the way it makes `filter`, unless that is null.
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
-                      const std::vector<bool>& wanted, cudaStream_t stream);
+                      const std::vector<bool>& wanted, cudaStream_t stream,
+                      const TransposeFilterArgs* filter = nullptr);
+
+// The filter of the convolution that computes a gradient of x, in the compute dtype, and what makes it.
+struct TransposedFilter {
+  Tensor filter;
+  TransposeFilterArgs args;
+};
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
+// `made`: the transposed filter, if it is there already.
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted);
+                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted,
+                        const OptionalTensor& made = std::nullopt);
 
 // An op returns tensors, never None: a gradient nobody asked for is empty.
 Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype);
