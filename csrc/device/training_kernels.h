@@ -5,7 +5,6 @@
 
 #include "args.h"
 #include "gradient_kernels.h"
-#include "tile_stats.h"
 
 namespace yolo12_fastconv {
 
@@ -16,10 +15,6 @@ void batch_norm_act_strided(const BatchNormActArgs& args, int64_t y_stride, DTyp
 // are stats.mean and stats.var. The two passes go through z in opposite directions. kernels/batch_norm.cu
 void batch_norm_stats_act(const BatchNormStatsArgs& stats, const RunningStatsArgs* running, const BatchNormActArgs& act,
                           int64_t y_stride, DType dtype, cudaStream_t stream);
-
-// tile_stats_finish() and, with what it gives, batch_norm_act_strided(), as above. kernels/batch_norm.cu
-void batch_norm_tiles_act(const BatchNormStatsArgs& stats, const TileStats& tiles, const RunningStatsArgs* running,
-                          const BatchNormActArgs& act, int64_t y_stride, DType dtype, cudaStream_t stream);
 
 // batch_norm_backward() and, unless filter is null, transpose_filter(), which what follows reads. kernels/batch_norm.cu
 void batch_norm_backward_and_filter(const BatchNormBackwardArgs& args, const TransposeFilterArgs* filter, DType dtype,

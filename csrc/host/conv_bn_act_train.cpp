@@ -88,8 +88,9 @@ TrainOutputs forward(const Tensor& x, const Tensor& weight, const OptionalTensor
   }
   const RunningStatsArgs* const moved = running ? &*running : nullptr;
   if (stats.parts.parts > 0) {
+    tile_stats_finish(sums, stats.parts, moved, stream);
     // From the last row on, which the convolution has written last.
-    batch_norm_tiles_act(sums, stats.parts, moved, args, row_stride(y), type, stream);
+    batch_norm_act_strided(args, row_stride(y), type, stream);
   } else {
     const Tensor workspace = empty_bytes(x, batch_norm_workspace_bytes(s.out_pixels(), s.out_channels, type));
     sums.workspace = workspace.mutable_data_ptr();

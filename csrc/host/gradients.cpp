@@ -63,6 +63,12 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
+// The filter of the convolution that computes a gradient of x, in the compute dtype, and what makes it.
+struct TransposedFilter {
+  Tensor filter;
+  TransposeFilterArgs args;
+};
+
 TransposedFilter empty_transposed_filter(const Convolution& convolution, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();

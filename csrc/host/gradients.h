@@ -3,10 +3,11 @@
 
 #include "aten.h"
 #include "convolution.h"
-#include "device/gradient_kernels.h"
 #include "ops.h"
 
 namespace yolo12_fastconv {
+
+struct TransposeFilterArgs;  // device/gradient_kernels.h
 
 // Which of the five gradients are asked for, in the order of the schema.
 enum Wanted { kGradX = 0, kGradWeight, kGradBias, kGradGamma, kGradBeta };
@@ -43,12 +44,6 @@ struct ActGrads {
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
                       const std::vector<bool>& wanted, cudaStream_t stream,
                       const TransposeFilterArgs* filter = nullptr);
-
-// The filter of the convolution that computes a gradient of x, in the compute dtype, and what makes it.
-struct TransposedFilter {
-  Tensor filter;
-  TransposeFilterArgs args;
-};
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
 // `made`: the transposed filter, if it is there already.

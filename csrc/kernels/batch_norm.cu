@@ -31,7 +31,6 @@
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
-#include "device/tile_stats.h"
 #include "device/training_kernels.h"
 #include "device/transpose_filter.cuh"
 
@@ -71,8 +70,7 @@ struct RowGrid {
   }
 };
 
-RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwards, int least_rows = kUnroll,
-                 int most_across = 0) {
+RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwards, int least_rows = kUnroll) {
   constexpr int64_t kMostRows =
       INT_MAX - (1 << 24);  // a thread counts in int, up to its loads in flight past the last row
   if (rows > kMostRows) fail("batch_norm: ", rows, " rows, at most ", kMostRows, " are possible; split the batch");
@@ -82,8 +80,7 @@ RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwar
   g.channels = channels;
   g.lanes = lanes;
   const int words = ceil_div(channels, lanes);
-  if (most_across == 0) most_across = lanes == 1 ? 128 : 32;
-  g.chunks = ceil_div(words, most_across);
+  g.chunks = ceil_div(words, lanes == 1 ? 128 : 32);
   g.across = ceil_div(words, g.chunks);
   g.down = kThreads / g.across;
   const int64_t wanted = std::max(1, blocks / g.chunks);
@@ -94,22 +91,6 @@ RowGrid cut_rows(int64_t rows, int channels, int lanes, int blocks, bool backwar
   g.even = static_cast<int>(rows / g.step);
   g.odd = static_cast<int>(rows % g.step);
   return g;
-}
-
-// Small matrices: the pass that needs sums over all rows adds up the parts itself, each block those of its own channels,
-// while its first rows are on their way. That saves the second launch, 2 us, where few parts are read again and again: few
-// channels a block (a sector of half per row; the rest of the line is in L2 by then) and few segments.
-constexpr int64_t kJoinBytes = 28 << 20;
-constexpr int kJoinChannels = 16, kJoinSegments = 256;
-
-bool joins_parts(int64_t rows, int channels, DType dtype) { return rows * channels * size_of(dtype) <= kJoinBytes; }
-
-// The cut of such a matrix. Two blocks per multiprocessor while those have two rounds of loads at the most.
-RowGrid cut_small(int64_t rows, int channels, int lanes, bool backwards, int least_rows = kUnroll) {
-  const int across = std::max(1, kJoinChannels / lanes), chunks = ceil_div(ceil_div(channels, lanes), across);
-  const int64_t words = rows * ceil_div(channels, lanes);
-  const int blocks = words <= int64_t(132) * 2 * kThreads * 2 * kUnroll ? 132 * 2 : 132 * kPassResident;
-  return cut_rows(rows, channels, lanes, std::min(blocks, kJoinSegments * chunks), backwards, least_rows, across);
 }
 
 // The part of a matrix that a thread passes through.
@@ -401,89 +382,6 @@ __device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
   return channel_of_column(g, column / g.columns(), column % g.columns());
 }
 
-// What the threads of a block have added up of the parts: two sums and, of statistics, their origin.
-template <class Acc>
-using Joined = Acc[3][kThreads];
-
-// Calls use(part, load(part, i), sums) for the parts of channel i of the block by kThreads / columns threads, and leaves
-// their sums in `joined`, with kFlight parts in flight per thread. Called by whole blocks.
-template <int kFlight, class Acc, class Load, class Use>
-__device__ __forceinline__ void join_parts(const RowGrid& g, int parts, Joined<Acc>& joined, Load&& load, Use&& use) {
-  const int columns = g.columns(), down = kThreads / columns;
-  const int i = threadIdx.x % columns, first = threadIdx.x / columns;
-  Sums<Acc> mine = {};
-  if (first < down && blockIdx.x % g.chunks * columns + i < g.channels) {
-    for_rows<kFlight>(
-        first, down, ceil_div(parts - first, down), [&](int part) { return load(part, i); },
-        [&](int part, const auto& value) { use(part, value, mine); });
-  }
-  joined[0][threadIdx.x] = mine.first;
-  joined[1][threadIdx.x] = mine.second;
-  __syncthreads();
-}
-
-// The sums of channel i of the block over all parts, always in the same order.
-template <class Acc>
-__device__ __forceinline__ Sums<Acc> joined_sums(const RowGrid& g, const Joined<Acc>& joined, int i) {
-  const int columns = g.columns(), down = kThreads / columns;
-  Sums<Acc> all = {};
-#pragma unroll 8
-  for (int y = 0; y < down; ++y) {
-    all.first += joined[0][y * columns + i];
-    all.second += joined[1][y * columns + i];
-  }
-  return all;
-}
-
-// Where the partials of a channel lie.
-__device__ __forceinline__ int column_of_channel(const RowGrid& g, int channel) {
-  const int word = channel / g.lanes;
-  return word / g.across * g.columns() + channel % g.lanes * g.across + word % g.across;
-}
-
-// Statistics that normalisation puts together itself.
-struct PartStats {
-  int parts;  // 0: they are where BatchNormActArgs says
-  BatchNormStatsArgs stats;
-  RunningStatsArgs running;
-  TileStats tiles;  // of a convolution, float; if it has no parts:
-  RowGrid grid;  // of stats_kernel, whose partials are in stats.workspace
-};
-
-// Mean and sum of squared deviations of a part, and its rows.
-template <class Acc>
-struct Part {
-  Moments<Acc> moments;
-  Acc count;
-};
-
-template <class Acc>
-__device__ __forceinline__ Part<Acc> part_of(const PartStats& in, int part, int channel) {
-  if constexpr (std::is_same_v<Acc, float>) {
-    if (in.tiles.parts > 0) {
-      const float2 moments = in.tiles.moments[int64_t(part) * in.stats.channels + channel];
-      return {{moments.x, moments.y}, in.tiles.counts[part]};
-    }
-  }
-  const Partials<Acc> from = Partials<Acc>::at(in.stats.workspace, in.grid);
-  const int64_t at = int64_t(part) * from.columns + column_of_channel(in.grid, channel);
-  return {{from.first[at], from.second[at]}, static_cast<Acc>(in.grid.rows_of_segment(part))};
-}
-
-// Relative to the mean of the first part; origins stay in `joined` too. Called by whole blocks.
-template <class Acc>
-__device__ __forceinline__ void join_stats(const RowGrid& g, const PartStats& in, Joined<Acc>& joined) {
-  const int columns = g.columns(), channel = blockIdx.x % g.chunks * columns + threadIdx.x % columns;
-  const Acc origin = channel < g.channels ? finite_origin(part_of<Acc>(in, 0, channel).moments.mean) : Acc(0);
-  if (threadIdx.x < columns) joined[2][threadIdx.x] = origin;
-  // As many as leave registers for the rows that are on their way.
-  join_parts<std::is_same_v<Acc, double> ? 2 : 5, Acc>(
-      g, in.parts, joined, [&](int part, int) { return part_of<Acc>(in, part, channel); },
-      [&](int, const Part<Acc>& part, Sums<Acc>& mine) {
-        add_moments(mine.first, mine.second, part.moments, part.count, origin);
-      });
-}
-
 // Mean and variance of all rows from those of the segments, relative to the mean of the first segment.
 // running.running_mean is null, or the buffers move too, by a momentum that does not depend on the counter.
 template <class Acc>
@@ -544,21 +442,8 @@ struct NormTable {
   Acc mean[kBlockChannels], scale[kBlockChannels], beta[kBlockChannels];
 
   __device__ __forceinline__ void set(int i, const Affine& affine, int channel) {
-    set(i, affine, channel, ChannelValues<Acc>(affine, channel), affine.mean.data != nullptr);
-  }
-  // With statistics that are not in memory yet.
-  __device__ __forceinline__ void set(int i, const Affine& affine, int channel, const MeanVar<Acc>& stats) {
-    Affine others = affine;
-    others.mean = others.var = {};
-    ChannelValues<Acc> of(others, channel);
-    of.mean = stats.mean;
-    of.var = stats.var;
-    set(i, affine, channel, of, true);
-  }
-
- private:
-  __device__ __forceinline__ void set(int i, const Affine& affine, int channel, const ChannelValues<Acc>& of,
-                                      bool normed) {
+    const bool normed = affine.mean.data != nullptr;
+    const ChannelValues<Acc> of(affine, channel);
     mean[i] = of.mean - load_channel<Acc>(affine.bias, channel, Acc(0));
     scale[i] = normed ? of.gamma * (Acc(1) / sqrt(of.var + Acc(affine.eps))) : Acc(1);
     beta[i] = normed ? of.beta : Acc(0);
@@ -610,12 +495,10 @@ struct ActWords {
 
 template <class T, int kLanes>
 __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const BatchNormActArgs a, const RowGrid g,
-                                                                      const int64_t y_stride,
-                                                                      const __grid_constant__ PartStats in) {
+                                                                      const int64_t y_stride) {
   using Acc = Accumulator<T>;
   using Words = ActWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
-  __shared__ Joined<Acc> joined;
   let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
@@ -629,22 +512,7 @@ __global__ __launch_bounds__(kThreads, kPassResident) void act_kernel(const Batc
   };
   wait_for_earlier_kernels();
   const Ahead<Words> ahead(r, load);
-  if (in.parts > 0) {
-    // The first block of a chunk is the one that writes: nobody reads in this launch.
-    const bool writes = r.segment == 0;
-    const int own = blockIdx.x % g.chunks * g.columns() + static_cast<int>(threadIdx.x);
-    OldStats<Acc> old;
-    if (writes && threadIdx.x < g.columns() && own < g.channels) old.load(in.running, own);
-    join_stats<Acc>(g, in, joined);
-    fill_table<kLanes>(g, [&](int i, int channel) {
-      const Sums<Acc> sums = joined_sums<Acc>(g, joined, i);
-      const MeanVar<Acc> stats = mean_var_of(sums.first, sums.second, static_cast<Acc>(g.rows), joined[2][i]);
-      if (writes) store_stats(in.stats, in.running, old, channel, stats);
-      table.set(i, a.affine, channel, stats);
-    });
-  } else {
-    fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
-  }
+  fill_table<kLanes>(g, [&](int i, int channel) { table.set(i, a.affine, channel); });
   if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);
   for_rows(ahead, r, load, [&](int row, const Words& words) {
@@ -694,7 +562,7 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ Scratch<Acc, kLanes> scratch;
   let_later_kernels_start();
-  // The blocks behind those of the matrix make a filter: a launch less.
+  // The blocks behind those of the matrix make a filter: a launch less in the chain that ends with the gradient of x.
   if (const int tile = static_cast<int>(blockIdx.x) - g.segments * g.chunks; tile >= 0) {
     wait_for_earlier_kernels();
     transpose_filter_tile<T, T>(filter, tile);
@@ -749,12 +617,11 @@ __global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const Batch
 // grad_z = scale * du - (offset + slope * (z - mean)), offset and slope from the sums; both 0 for fixed statistics.
 template <class T, int kLanes>
 __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const BatchNormBackwardArgs a,
-                                                                           const RowGrid g, const bool joins) {
+                                                                           const RowGrid g) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ __align__(16) Acc offsets[kBlockChannels], slopes[kBlockChannels];
-  __shared__ Joined<Acc> joined;
   let_later_kernels_start();
   const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
@@ -766,32 +633,9 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
   };
   wait_for_earlier_kernels();
   const Ahead<Words> ahead(r, load);
-  if (joins) {
-    const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
-    const int columns = g.columns(), first = blockIdx.x % g.chunks * columns;
-    const int column = first + threadIdx.x % columns % kLanes * g.across + threadIdx.x % columns / kLanes;
-    join_parts<9, Acc>(
-        g, g.segments, joined,
-        [&](int segment, int) {
-          const int64_t at = int64_t(segment) * in.columns + column;
-          return Sums<Acc>{in.first[at], in.second[at]};
-        },
-        [](int, const Sums<Acc>& part, Sums<Acc>& mine) {
-          mine.first += part.first;
-          mine.second += part.second;
-        });
-  }
   fill_table<kLanes>(g, [&](int i, int channel) {
     Acc grad_beta = 0, grad_gamma = 0;
-    if (joins) {
-      const Sums<Acc> sums = joined_sums<Acc>(g, joined, i);
-      grad_beta = sums.first;
-      grad_gamma = sums.second * invstd_of<Acc>(a.affine, channel);
-      if (r.segment == 0) {
-        static_cast<Acc*>(a.grad_beta)[channel] = grad_beta;
-        static_cast<Acc*>(a.grad_gamma)[channel] = grad_gamma;
-      }
-    } else if (a.batch_stats) {
+    if (a.batch_stats) {
       grad_beta = static_cast<const Acc*>(a.grad_beta)[channel];
       grad_gamma = static_cast<const Acc*>(a.grad_gamma)[channel];
     }
@@ -867,44 +711,35 @@ unsigned int finish_blocks_of(const RowGrid& g) { return ceil_div(g.chunks * g.c
 // 419 MB on an H200 248 and 364 us, and 196 and 298 if started late. That costs about 1 us without work: 26 MB gain nothing.
 constexpr int64_t kLateStartBytes = 40 << 20;
 
-// A pass of the backward; `first`: nothing of this batch norm's backward was launched before it.
-template <auto kKernel, class Last>
-void launch_backward(const char* name, const BatchNormBackwardArgs& a, const RowGrid& g, const Last& last,
-                     unsigned int blocks, DType dtype, bool first, cudaStream_t stream) {
+// A pass of the backward; `first`: nothing of this batch norm's backward was launched before it. more: its other arguments.
+template <auto kKernel, class... More>
+void launch_backward(const char* name, unsigned int blocks, const BatchNormBackwardArgs& a, const RowGrid& g,
+                     DType dtype, bool first, cudaStream_t stream, const More&... more) {
   if (first && a.rows * a.channels * size_of(dtype) >= kLateStartBytes) {
-    kKernel<<<blocks, kThreads, 0, stream>>>(a, g, last);
+    kKernel<<<blocks, kThreads, 0, stream>>>(a, g, more...);
     check_launch(name);
   } else {
-    launch_dependent<kKernel>(name, blocks, kThreads, 0, stream, a, g, last);
+    launch_dependent<kKernel>(name, blocks, kThreads, 0, stream, a, g, more...);
   }
 }
 
-void launch_act(const BatchNormActArgs& a, int64_t y_stride, DType dtype, bool backwards, cudaStream_t stream,
-                const PartStats& stats = {}) {
+void launch_act(const BatchNormActArgs& a, int64_t y_stride, DType dtype, bool backwards, cudaStream_t stream) {
   const int64_t residual_stride = a.residual == nullptr ? 0 : a.residual_stride;
   const bool words = words_fit(kPassBytes, dtype, a.channels, {a.z, a.residual, a.y}, {residual_stride, y_stride});
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const RowGrid g = stats.parts > 0 ? cut_small(a.rows, a.channels, kLanes, backwards)
-                                      : cut_rows(a.rows, a.channels, kLanes, kPassBlocks, backwards);
-    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g, y_stride, stats);
+    const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, backwards);
+    launch_dependent<act_kernel<T, kLanes>>("batch_norm_act", blocks_of(g), kThreads, 0, stream, a, g, y_stride);
   });
 }
-
-// A cumulative average needs the counter before it needs the average.
-bool moves_together(const RunningStatsArgs* running) { return running == nullptr || running->momentum >= 0; }
 
 }  // namespace
 
 int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype) {
   const auto partials = [&](int lanes) {
-    int64_t most = 0;
-    for (const RowGrid& g : {cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kPassBlocks), true),
-                             cut_small(rows, channels, lanes, true)}) {
-      most = std::max(most, int64_t(2) * g.segments * g.chunks * g.columns());
-    }
-    return most;
+    const RowGrid g = cut_rows(rows, channels, lanes, std::max(kStatsBlocks, kPassBlocks), true);
+    return int64_t(2) * g.segments * g.chunks * g.columns();
   };
   // Whether words fit depends on pointers too: room for either cut.
   const int size = size_of(dtype);
@@ -913,8 +748,9 @@ int64_t batch_norm_workspace_bytes(int64_t rows, int channels, DType dtype) {
 }
 
 void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* running, DType dtype, cudaStream_t stream) {
-  const bool together = moves_together(running);
-  const RunningStatsArgs moved = running != nullptr && together ? *running : RunningStatsArgs{};
+  // A cumulative average needs the counter before it needs the average.
+  const bool together = running != nullptr && running->momentum >= 0;
+  const RunningStatsArgs moved = together ? *running : RunningStatsArgs{};
   with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
@@ -923,7 +759,7 @@ void batch_norm_stats(const BatchNormStatsArgs& a, const RunningStatsArgs* runni
     launch_dependent<finish_stats_kernel<Accumulator<T>>>("batch_norm_stats, second pass", finish_blocks_of(g),
                                                           kFinishThreads, 0, stream, a, g, moved);
   });
-  if (!together) update_running_stats(*running, stream);
+  if (running != nullptr && !together) update_running_stats(*running, stream);
 }
 
 void batch_norm_act(const BatchNormActArgs& a, DType dtype, cudaStream_t stream) {
@@ -936,36 +772,8 @@ void batch_norm_act_strided(const BatchNormActArgs& a, int64_t y_stride, DType d
 
 void batch_norm_stats_act(const BatchNormStatsArgs& a, const RunningStatsArgs* running, const BatchNormActArgs& act,
                           int64_t y_stride, DType dtype, cudaStream_t stream) {
-  if (!joins_parts(a.rows, a.channels, dtype) || !moves_together(running)) {
-    batch_norm_stats(a, running, dtype, stream);
-    return launch_act(act, y_stride, dtype, false, stream);
-  }
-  PartStats parts = {};
-  parts.stats = a;
-  if (running != nullptr) parts.running = *running;
-  with_lanes<kStatsBytes>(dtype, words_fit(kStatsBytes, dtype, a.channels, {a.z}, {}), [&](auto tag, auto lanes) {
-    using T = typename decltype(tag)::type;
-    constexpr int kLanes = decltype(lanes)::value;
-    parts.grid = cut_small(a.rows, a.channels, kLanes, true);
-    launch_dependent<stats_kernel<T, kLanes>>("batch_norm_stats", blocks_of(parts.grid), kThreads, 0, stream, a,
-                                              parts.grid);
-  });
-  parts.parts = parts.grid.segments;
-  launch_act(act, y_stride, dtype, false, stream, parts);
-}
-
-void batch_norm_tiles_act(const BatchNormStatsArgs& a, const TileStats& tiles, const RunningStatsArgs* running,
-                          const BatchNormActArgs& act, int64_t y_stride, DType dtype, cudaStream_t stream) {
-  if (!joins_parts(a.rows, a.channels, dtype) || !moves_together(running)) {
-    tile_stats_finish(a, tiles, running, stream);
-    return launch_act(act, y_stride, dtype, true, stream);
-  }
-  PartStats parts = {};
-  parts.parts = tiles.parts;
-  parts.stats = a;
-  if (running != nullptr) parts.running = *running;
-  parts.tiles = tiles;
-  launch_act(act, y_stride, dtype, true, stream, parts);
+  batch_norm_stats(a, running, dtype, stream);
+  launch_act(act, y_stride, dtype, false, stream);
 }
 
 void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream_t stream) {
@@ -979,33 +787,23 @@ void batch_norm_backward_and_filter(const BatchNormBackwardArgs& a, const Transp
   }
   const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.grad_y_stride});
   const bool sums = a.grad_beta != nullptr && a.grad_gamma != nullptr;
+  const bool beside = sums && filter != nullptr && filter->in_dtype == dtype && filter->out_dtype == dtype;
+  if (filter != nullptr && !beside) transpose_filter(*filter, stream);
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
-    const bool joins = sums && a.batch_stats && a.grad_z != nullptr && joins_parts(a.rows, a.channels, dtype);
-    const auto cut = [&](bool backwards) {
-      return joins ? cut_small(a.rows, a.channels, kLanes, backwards)
-                   : cut_rows(a.rows, a.channels, kLanes, kPassBlocks, backwards);
-    };
     if (sums) {
-      const RowGrid g = cut(true);
-      const bool makes = filter != nullptr && filter->in_dtype == dtype && filter->out_dtype == dtype;
-      const FilterTiles tiles = makes ? FilterTiles(*filter) : FilterTiles();
-      if (filter != nullptr && !makes) transpose_filter(*filter, stream);
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, true);
+      const FilterTiles tiles = beside ? FilterTiles(*filter) : FilterTiles();
       const unsigned int blocks = checked_grid(int64_t(g.segments) * g.chunks + tiles.count(), "batch_norm");
-      launch_backward<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", a, g, tiles, blocks, dtype, true,
-                                                       stream);
-      if (!joins) {
-        launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
-                                                             finish_blocks_of(g), kFinishThreads, 0, stream, a, g);
-      }
-    } else if (filter != nullptr) {
-      transpose_filter(*filter, stream);
+      launch_backward<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", blocks, a, g, dtype, true, stream,
+                                                       tiles);
+      launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
+                                                           finish_blocks_of(g), kFinishThreads, 0, stream, a, g);
     }
     if (a.grad_z != nullptr) {
-      const RowGrid g = cut(!sums);
-      launch_backward<backward_kernel<T, kLanes>>("batch_norm_backward", a, g, joins, blocks_of(g), dtype, !sums,
-                                                  stream);
+      const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, !sums);
+      launch_backward<backward_kernel<T, kLanes>>("batch_norm_backward", blocks_of(g), a, g, dtype, !sums, stream);
     }
   });
 }
