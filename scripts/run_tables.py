@@ -311,16 +311,17 @@ TARGETS_MS = {"yolo12n": 5.5, "yolo12m": 24.0, "yolo12x": 58.0}
 """What the Conv blocks alone should take at batch 32 on an H200: 1.3 times what their passes over memory cost."""
 
 
-def block_sums(measured: dict[str, Any]) -> tuple[float | None, float | None]:
-    """ms of ours and of eager over all blocks of the model; None where a layer has no time."""
+def block_sums(measured: dict[str, Any], what: str = "us") -> tuple[float | None, float | None]:
+    """ms of ours and of eager over all blocks of the model; None where a layer has no time. `what`: "us", GPU busy, or
+    "graph_us", a replay."""
 
     def total(key: str) -> float | None:
-        values = [(row[key], row["count"]) for row in measured["rows"]]
+        values = [(row.get(key), row["count"]) for row in measured["rows"]]
         if any(us is None for us, _ in values):
             return None
         return sum(us * count for us, count in values) / 1000
 
-    return total("ours_us"), total("eager_us")
+    return total(f"ours_{what}"), total(f"eager_{what}")
 
 
 def _blocks_table(measured: dict[str, Any], shown: int = 20) -> list[str]:
@@ -329,9 +330,13 @@ def _blocks_table(measured: dict[str, Any], shown: int = 20) -> list[str]:
 
     rows = sorted(measured["rows"], key=lost, reverse=True)
     ours, eager = block_sums(measured)
+    ours_graph, eager_graph = block_sums(measured, "graph_us")
     target = TARGETS_MS.get(measured["model"]) if measured["batch"] == 32 else None
     table = lines(
-        ("layer", "count", "ours busy, µs", "kernels", "eager busy, µs", "kernels", "ours / eager", "note"),
+        (
+            *("layer", "count", "ours busy, µs", "kernels", "eager busy, µs", "kernels", "ours / eager"),
+            *("ours graph, µs", "eager graph, µs", "note"),
+        ),
         (
             (
                 row["name"],
@@ -341,14 +346,17 @@ def _blocks_table(measured: dict[str, Any], shown: int = 20) -> list[str]:
                 number(row["eager_us"], 1),
                 number(row["eager_kernels"]),
                 number(quotient(row["ours_us"], row["eager_us"]), 2),
+                number(row.get("ours_graph_us"), 1),
+                number(row.get("eager_graph_us"), 1),
                 row["note"] or "-",
             )
             for row in rows[:shown]
         ),
     )
     more = f"; {len(rows) - shown} more layers in the record" if len(rows) > shown else ""
-    sums = f"sums of GPU busy, ms: ours {number(ours, 2)}, eager {number(eager, 2)}"
-    return [*table, "", f"{sums}, to reach {number(target, 1)}{more}"]
+    sums = f"sums of GPU busy, ms: ours {number(ours, 2)}, eager {number(eager, 2)}, to reach {number(target, 1)}"
+    replays = f"sums of graph replays, ms: ours {number(ours_graph, 2)}, eager {number(eager_graph, 2)}"
+    return [*table, "", f"{sums}; {replays}{more}"]
 
 
 _TRAIN_TABLES = {"model": _passes_table, "iteration": _iteration_table, "layers": _blocks_table}
@@ -437,20 +445,19 @@ def _iteration_part(sets: list[dict[str, Any]]) -> list[str]:
 def _blocks_part(sets: list[dict[str, Any]]) -> list[str]:
     rows = []
     for one in sets:
-        ours, eager = block_sums(one)
-        rows.append(
-            (
-                *(one["model"], one["batch"], one["imgsz"], one["dtype"], one["mode"]),
-                *(number(ours, 1), number(eager, 1), number(quotient(eager, ours), 2)),
-            )
-        )
+        cells = [one["model"], one["batch"], one["imgsz"], one["dtype"], one["mode"]]
+        for what in ("us", "graph_us"):
+            ours, eager = block_sums(one, what)
+            cells += [number(ours, 1), number(eager, 1), number(quotient(eager, ours), 2)]
+        rows.append(cells)
+    heads = ("model", "batch", "imgsz", "precision", "mode")
+    heads += ("ours busy", "eager channels_last busy", "eager / ours")
+    heads += ("ours graph", "eager channels_last graph", "eager / ours")
     return [
-        "All Conv blocks alone, forward and backward: sum over the blocks of the time in which the GPU is busy, ms:",
+        "All Conv blocks alone, forward and backward, sums over the blocks, ms. Busy: launched one by one, the time in "
+        "which the GPU is busy. Graph: ten calls of a block captured in one CUDA graph, a tenth of a replay:",
         "",
-        *lines(
-            ("model", "batch", "imgsz", "precision", "mode", "ours", "eager channels_last", "eager / ours"),
-            rows,
-        ),
+        *lines(heads, rows),
     ]
 
 

@@ -1,5 +1,6 @@
-"""Single Conv blocks in training, forward and backward: the time in which the GPU is busy with them. For benchmark.py
-train scope=layers."""
+"""Single Conv blocks in training, forward and backward, measured in two ways. For benchmark.py train scope=layers.
+
+Busy: launched one by one, the time in which the GPU is busy. Graph: captured in a CUDA graph, the time of a replay."""
 
 from __future__ import annotations
 
@@ -32,17 +33,19 @@ def measure(session: Session, options: Options, identity: dict[str, Any]) -> dic
     for case in shapes:
         if session.out_of_time():
             break
-        rows.append(_row(case, session.device, identity["dtype"]))
+        rows.append(_row(case, session.device, identity["dtype"], options.replays))
         timing.release()
     return {**identity, "complete": len(rows) == len(shapes), "rows": rows}
 
 
-def _row(case: cases.Case, device: torch.device, dtype: str) -> dict[str, Any]:
+def _row(case: cases.Case, device: torch.device, dtype: str, replays: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "contender": case.name.partition("-")[2], "name": case.name.partition("-")[2], "count": case.count,
         "ok": None, "note": "",
     }  # fmt: skip
-    row |= dict.fromkeys(("ours_us", "ours_kernels", "eager_us", "eager_kernels"))
+    row |= dict.fromkeys(
+        f"{name}_{what}" for name in ("ours", "eager") for what in ("us", "kernels", "graph_us")
+    )
     try:
         stock = _block(case).to(device, memory_format=torch.channels_last).train()
         blocks = {"eager": stock, "ours": copy.deepcopy(stock)}
@@ -59,6 +62,9 @@ def _row(case: cases.Case, device: torch.device, dtype: str) -> dict[str, Any]:
             counts = timing.profiled(call, CALLS)
             if name == "eager" or row["ok"]:
                 row |= {f"{name}_us": round(counts["busy_us"], 2), f"{name}_kernels": counts["kernels"]}
+        graphs = {name: timing.capture(call) for name, call in calls.items() if name == "eager" or row["ok"]}
+        for name, replay in timing.alternate(graphs, replays).items():
+            row[f"{name}_graph_us"] = round(replay["us"], 2)
     except Exception as error:  # one layer must not end the run
         row |= {"ok": False, "note": failure(error)}
     return row

@@ -302,7 +302,7 @@ def samples(benchmark):
         ]},
         "blocks": {**whole, "scope": "layers", "mode": "free", "rows": [
             {"contender": "a", "name": "a", "count": 2, "ok": True, "note": "", "ours_us": 1500.0, "eager_us": 4000.0,
-             "ours_kernels": 5, "eager_kernels": 9},
+             "ours_kernels": 5, "eager_kernels": 9, "ours_graph_us": 1250.0, "eager_graph_us": 3500.0},
         ]},
         "ddp": {**whole, "rows": [
             {"contender": name, "ok": None, "note": "", "ms_1": 100.0, "images_s_1": 320.0, "ms_2": 110.0,
@@ -364,11 +364,23 @@ def test_every_kind_of_record_reaches_the_readme(benchmark, files, checkout, sam
     assert "| yolo12n | 32 | mixed | fp16 | ours | 5 | 1 | 2 | 0.5 | 1.5 | 1.20 |" in text
     assert "| yolo12n | 32 | 640 | fp16 | deterministic | 55.8 | 49.9 | - | 19.5 | 14.5 | 3.44 |" in text
     assert "| yolo12n | 32 | fp16 | ours | 48 | 40 % | 1 | - | 20 | 5 | 30 | 4 | 2 | - | 7.00 |" in text
-    assert "| yolo12n | 32 | 640 | fp16 | free | 3.0 | 8.0 | 2.67 |" in text
+    assert "| yolo12n | 32 | 640 | fp16 | free | 3.0 | 8.0 | 2.67 | 2.5 | 7.0 | 2.80 |" in text
     assert "| yolo12n | 32 | fp16 | ours | 100 | 320 | 110 | 582 | 1.82 |" in text
     assert "| ours-graph | 14.0 | 350 | 14 | 700 | 0.0 | 4000 | 0.0 | 3000 | 0.0 | steady |" in text
     assert "| inside |" in text and "![Loss curves](docs/benchmarks/nvidia-test-1-convergence.png)" in text
     assert benchmark.records.stale() == 0
+
+
+def test_blocks_have_sums_of_busy_and_of_replays(benchmark, samples):
+    tables = importlib.import_module("run_tables")
+    one = samples["blocks"]
+    assert (
+        "busy, ms: ours 3.00, eager 8.00, to reach 5.5; sums of graph replays, ms: ours 2.50, eager 7.00"
+        in (tables.train_table([one]))
+    )
+    (row,) = one["rows"]
+    before = {**one, "rows": [{key: value for key, value in row.items() if "graph" not in key}]}
+    assert "| 3.0 | 8.0 | 2.67 | - | - | - |" in "\n".join(tables._blocks_part([before]))
 
 
 def test_no_record_gives_no_table(benchmark, files, samples, checkout):

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from ultralytics.nn.modules.conv import Conv as Block
 
 from yolo12_fastconv import error_rule, ops
+from yolo12_fastconv.patching import patch_modules
 
 pytestmark = pytest.mark.gpu
 
@@ -354,6 +356,23 @@ def test_odd_widths_in_training(cuda, dtype):
         for mine, exact in zip(results[0], (truth, *grads), strict=True):
             assert relative(mine, exact) < (2e-3 if dtype is torch.float16 else 1.6e-2)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 64], ids=["dense", "depthwise"])
+def test_filter_of_the_gradient_has_no_launch(cuda, groups):
+    """The blocks that sum for the batch norm's backward make it, in eager training of a block."""
+    block = Block(64, 64, 3, g=groups).to(cuda, memory_format=torch.channels_last).train()
+    patch_modules(block)
+    x = torch.randn(2, 64, 20, 20, device=cuda, dtype=torch.float16)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.autocast("cuda"):
+            y = block(x)
+        y.backward(torch.ones_like(y))
+        torch.cuda.synchronize()
+    kernels = " ".join(event.key for event in profile.key_averages())
+    assert "backward_sums_kernel" in kernels and "transpose" not in kernels, kernels
+    assert block.bn.num_batches_tracked == 1
 
 
 def test_statistics_in_a_graph(cuda):

@@ -64,7 +64,8 @@ struct PointwiseBackwardArgs {
   ConvShape shape;
   const void* grad_y;  // (pixels, K); rows aligned to 16 bytes, as are those of x, grad_x and added
   int64_t grad_y_stride;
-  const void* z;  // (pixels, K), dense
+  const void* z;  // (pixels, K)
+  int64_t z_stride;
   Affine affine;  // gamma, beta, mean, var, eps
   Act act;
   const float* grad_beta;   // (K), from batch_norm_backward()

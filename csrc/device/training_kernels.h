@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "args.h"
+#include "gradient_kernels.h"
 
 namespace yolo12_fastconv {
 
@@ -14,6 +15,10 @@ void batch_norm_act_strided(const BatchNormActArgs& args, int64_t y_stride, DTyp
 // are stats.mean and stats.var. The two passes go through z in opposite directions. kernels/batch_norm.cu
 void batch_norm_stats_act(const BatchNormStatsArgs& stats, const RunningStatsArgs* running, const BatchNormActArgs& act,
                           int64_t y_stride, DType dtype, cudaStream_t stream);
+
+// batch_norm_backward() and, unless filter is null, transpose_filter(), which what follows reads. kernels/batch_norm.cu
+void batch_norm_backward_and_filter(const BatchNormBackwardArgs& args, const TransposeFilterArgs* filter, DType dtype,
+                                    cudaStream_t stream);
 
 // out = in[0] + in[1], and with three maps + in[2], in this order, each sum rounded to the dtype. All (rows, channels); `out` may
 // be one of them. kernels/add_rows.cu

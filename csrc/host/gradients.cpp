@@ -66,8 +66,13 @@ Tensor x_for_sm90(const Tensor& x, const Convolution& convolution) {
   return ready ? x : copy_with_aligned_pixels(x, convolution.dtype(), convolution.stream());
 }
 
-// The filter of the convolution that computes a gradient of x, in the compute dtype.
-Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
+// The filter of the convolution that computes a gradient of x, in the compute dtype, and what makes it.
+struct TransposedFilter {
+  Tensor filter;
+  TransposeFilterArgs args;
+};
+
+TransposedFilter empty_transposed_filter(const Convolution& convolution, const Tensor& weight) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const int filters = s.out_channels / s.groups;
@@ -83,16 +88,20 @@ Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
   args.in_channels = s.in_channels / s.groups;
   args.kernel_h = s.kernel_h;
   args.kernel_w = s.kernel_w;
-  transpose_filter(args, convolution.stream());
-  return filter;
+  return {filter, args};
+}
+
+Tensor transposed_filter(const Convolution& convolution, const Tensor& weight) {
+  const TransposedFilter made = empty_transposed_filter(convolution, weight);
+  transpose_filter(made.args, convolution.stream());
+  return made.filter;
 }
 
 // grad_x by the forward kernels: the convolution of grad_z with the transposed filter, which `shape` is, plus `added`. With
 // `out` it is written there, which may be `added`: a thread reads what it adds before it writes it, and no other does.
 Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, const Tensor& grad_z,
-                      const Tensor& weight, const OptionalTensor& added, const OptionalTensor& out) {
+                      const Tensor& filter, const OptionalTensor& added, const OptionalTensor& out) {
   const ConvShape& s = convolution.shape();
-  const Tensor filter = transposed_filter(convolution, weight);
   const Geometry geometry = {{1, 1}, {shape.pad_h, shape.pad_w}, {s.dilation_h, s.dilation_w}, s.groups};
   const Convolution transposed(grad_z, filter, geometry, convolution.dtype(), convolution.allow_tf32());
   if (!out.has_value()) return transposed.run({}, Act::kIdentity, added);
@@ -101,9 +110,8 @@ Tensor input_gradient(const Convolution& convolution, const ConvShape& shape, co
 }
 
 // grad_x of a 3x3 convolution with stride 2 by its own kernel.
-Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& weight) {
+Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad_z, const Tensor& filter) {
   const ConvShape& s = convolution.shape();
-  const Tensor filter = transposed_filter(convolution, weight);
   const Tensor grad_x = empty_channels_last(grad_z, s.batch, s.in_channels, s.in_h, s.in_w, convolution.dtype());
   StridedDgradArgs args;
   args.shape = s;
@@ -113,6 +121,19 @@ Tensor strided_input_gradient(const Convolution& convolution, const Tensor& grad
   args.grad_x = grad_x.mutable_data_ptr();
   strided_dgrad(args, convolution.dtype(), convolution.stream());
   return grad_x;
+}
+
+// The same filter, of half the bytes, from the copy that the forward pass has made.
+const Tensor& filter_of(const Tensor& weight, const ConvBackwardInputs& in) {
+  return in.cast_weight.has_value() ? *in.cast_weight : weight;
+}
+
+// Whether a kernel of ours computes the gradient of x, from rows of grad_z as act_backward() leaves them.
+bool has_own_dgrad(const Convolution& convolution, const Tensor& x) {
+  const ConvShape& s = convolution.shape();
+  const GradientChoice own = choose_gradients({s, convolution.dtype(), convolution.allow_tf32(), capability_of(x)});
+  const bool aligned = s.out_channels % (16 / size_of(convolution.dtype())) == 0;
+  return (own.strided_dgrad && aligned) || own.dgrad.has_value();
 }
 
 void check_grad(const Tensor& grad, const char* name, const std::vector<int64_t>& wanted) {
@@ -232,7 +253,7 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   const cudaStream_t stream = convolution.stream();
   if (!in.batch_stats || !wanted[kGradX] || !wanted[kGradWeight] || in.conv.bias.has_value()) return std::nullopt;
   if (!choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}).one_pass) return std::nullopt;
-  const Tensor& filter = in.conv.cast_weight.has_value() ? *in.conv.cast_weight : weight;
+  const Tensor& filter = filter_of(weight, in.conv);
   const bool dense_filter = filter.stride(0) == s.in_channels && (s.in_channels == 1 || filter.stride(1) == 1);
   const Affine& affine = in.affine;
   if (!is_float_or_absent(affine.gamma) || !is_float_or_absent(affine.beta) || !is_float_or_absent(affine.mean) ||
@@ -264,6 +285,7 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   args.grad_y = grad_y.const_data_ptr();
   args.grad_y_stride = row_stride(grad_y);
   args.z = in.z.const_data_ptr();
+  args.z_stride = row_stride(in.z);
   args.affine = affine;
   args.act = in.act;
   args.grad_beta = static_cast<const float*>(act.beta.const_data_ptr());
@@ -312,7 +334,7 @@ Act act_of(int64_t code) {
 }
 
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
-                      const std::vector<bool>& wanted, cudaStream_t stream) {
+                      const std::vector<bool>& wanted, cudaStream_t stream, const TransposeFilterArgs* filter) {
   const DType dtype = dtype_of(z.scalar_type());
   const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const bool has_bn = affine.mean.data != nullptr;
@@ -345,12 +367,13 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
     grads.z = empty_rows(z, size[0], size[1], size[2], size[3], args.z_stride, dtype);
     args.grad_z = grads.z.mutable_data_ptr();
   }
-  batch_norm_backward(args, dtype, stream);
+  batch_norm_backward_and_filter(args, filter, dtype, stream);
   return grads;
 }
 
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted) {
+                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted,
+                        const OptionalTensor& made) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const DType x_dtype = dtype_of(x.scalar_type());
@@ -379,8 +402,8 @@ ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z,
   Tensor grad_bias;
   if (wanted[kGradBias]) grad_bias = bias_gradient(grad_z, dtype, sum_dtype, stream);
   if (sm90_weight) grad_z = grad_for_sm90(grad_z, convolution);
-  // The same filter, of half the bytes, from the copy that the forward pass has made.
-  const Tensor& filter = in.cast_weight.has_value() ? *in.cast_weight : weight;
+  Tensor filter;
+  if (own_x) filter = made.has_value() ? *made : transposed_filter(convolution, filter_of(weight, in));
   if (strided_x) {
     grads.x = strided_input_gradient(convolution, grad_z, filter);
   } else if (own_x) {
@@ -429,13 +452,21 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   if (const auto both = backward_in_one_pass(convolution, x, weight, in, wanted)) {
     std::tie(act, grads) = *both;
   } else {
+    OptionalTensor made;
     if (in.affine.mean.data == nullptr && in.act == Act::kIdentity) {
       act.z = in.grad_y;
     } else {
+      // The filter that the gradient of x needs depends on nothing that comes before: it is made beside it.
+      std::optional<TransposedFilter> filter;
+      if (wanted[kGradX] && has_own_dgrad(convolution, x)) {
+        filter = empty_transposed_filter(convolution, filter_of(weight, in.conv));
+        made = filter->filter;
+      }
       act = act_backward(in.grad_y, in.z, in.affine, in.act, in.batch_stats,
-                         {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream());
+                         {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream(),
+                         filter ? &filter->args : nullptr);
     }
-    grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted);
+    grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted, made);
   }
   if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);

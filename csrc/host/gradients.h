@@ -7,6 +7,8 @@
 
 namespace yolo12_fastconv {
 
+struct TransposeFilterArgs;  // device/gradient_kernels.h
+
 // Which of the five gradients are asked for, in the order of the schema.
 enum Wanted { kGradX = 0, kGradWeight, kGradBias, kGradGamma, kGradBeta };
 
@@ -38,13 +40,16 @@ struct ActGrads {
 };
 
 // From the gradient of y to that of z, through activation and batch norm. z is rows of pixels, and its gradient's are as far
-// apart. wanted: z, gamma, beta.
+// apart. wanted: z, gamma, beta. On the way it makes `filter`, unless that is null.
 ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affine, Act act, bool batch_stats,
-                      const std::vector<bool>& wanted, cudaStream_t stream);
+                      const std::vector<bool>& wanted, cudaStream_t stream,
+                      const TransposeFilterArgs* filter = nullptr);
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
+// `made`: the transposed filter, if it is there already.
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted);
+                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted,
+                        const OptionalTensor& made = std::nullopt);
 
 // An op returns tensors, never None: a gradient nobody asked for is empty.
 Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype);

@@ -32,6 +32,7 @@
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/training_kernels.h"
+#include "device/transpose_filter.cuh"
 
 namespace yolo12_fastconv {
 namespace {
@@ -562,12 +563,19 @@ __device__ __forceinline__ void differentiate(const GradWords<T, kLanes>& words,
 // Sums of du and of du * (z - mean) per segment; the factor invstd of xhat waits for the second launch.
 template <class T, int kLanes>
 __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(const BatchNormBackwardArgs a,
-                                                                                const RowGrid g) {
+                                                                                const RowGrid g,
+                                                                                const FilterTiles filter) {
   using Acc = Accumulator<T>;
   using Words = GradWords<T, kLanes>;
   __shared__ __align__(16) NormTable<Acc> table;
   __shared__ Scratch<Acc, kLanes> scratch;
   let_later_kernels_start();
+  // The blocks behind those of the matrix make a filter: a launch less in the chain that ends with the gradient of x.
+  if (const int tile = static_cast<int>(blockIdx.x) - g.segments * g.chunks; tile >= 0) {
+    wait_for_earlier_kernels();
+    transpose_filter_tile<T, T>(filter, tile);
+    return;
+  }
   const RowRange r = range_of<kLanes>(g);
   const T* const z = static_cast<const T*>(a.z) + r.channel;
   const T* const grad_y = static_cast<const T*>(a.grad_y) + r.channel;
@@ -713,15 +721,15 @@ unsigned int finish_blocks_of(const RowGrid& g) { return ceil_div(g.chunks * g.c
 // 419 MB on an H200 248 and 364 us, and 196 and 298 if started late. That costs about 1 us without work: 26 MB gain nothing.
 constexpr int64_t kLateStartBytes = 40 << 20;
 
-// A pass of the backward; `first`: nothing of this batch norm's backward was launched before it.
-template <auto kKernel>
-void launch_backward(const char* name, const BatchNormBackwardArgs& a, const RowGrid& g, DType dtype, bool first,
-                     cudaStream_t stream) {
+// A pass of the backward; `first`: nothing of this batch norm's backward was launched before it. more: its other arguments.
+template <auto kKernel, class... More>
+void launch_backward(const char* name, unsigned int blocks, const BatchNormBackwardArgs& a, const RowGrid& g,
+                     DType dtype, bool first, cudaStream_t stream, const More&... more) {
   if (first && a.rows * a.channels * size_of(dtype) >= kLateStartBytes) {
-    kKernel<<<blocks_of(g), kThreads, 0, stream>>>(a, g);
+    kKernel<<<blocks, kThreads, 0, stream>>>(a, g, more...);
     check_launch(name);
   } else {
-    launch_dependent<kKernel>(name, blocks_of(g), kThreads, 0, stream, a, g);
+    launch_dependent<kKernel>(name, blocks, kThreads, 0, stream, a, g, more...);
   }
 }
 
@@ -781,23 +789,33 @@ void batch_norm_stats_act(const BatchNormStatsArgs& a, const RunningStatsArgs* r
 }
 
 void batch_norm_backward(const BatchNormBackwardArgs& a, DType dtype, cudaStream_t stream) {
+  batch_norm_backward_and_filter(a, nullptr, dtype, stream);
+}
+
+void batch_norm_backward_and_filter(const BatchNormBackwardArgs& a, const TransposeFilterArgs* filter, DType dtype,
+                                    cudaStream_t stream) {
   if (a.batch_stats && (a.grad_beta == nullptr || a.grad_gamma == nullptr || a.affine.mean.data == nullptr)) {
     fail("batch_norm_backward: batch statistics need mean, grad_beta and grad_gamma");
   }
   const bool words = words_fit(kPassBytes, dtype, a.channels, {a.grad_y, a.z, a.grad_z}, {a.z_stride, a.grad_y_stride});
   const bool sums = a.grad_beta != nullptr && a.grad_gamma != nullptr;
+  const bool beside = sums && filter != nullptr && filter->in_dtype == dtype && filter->out_dtype == dtype;
+  if (filter != nullptr && !beside) transpose_filter(*filter, stream);
   with_lanes<kPassBytes>(dtype, words, [&](auto tag, auto lanes) {
     using T = typename decltype(tag)::type;
     constexpr int kLanes = decltype(lanes)::value;
     if (sums) {
       const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, true);
-      launch_backward<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", a, g, dtype, true, stream);
+      const FilterTiles tiles = beside ? FilterTiles(*filter) : FilterTiles();
+      const unsigned int blocks = checked_grid(int64_t(g.segments) * g.chunks + tiles.count(), "batch_norm");
+      launch_backward<backward_sums_kernel<T, kLanes>>("batch_norm_backward, sums", blocks, a, g, dtype, true, stream,
+                                                       tiles);
       launch_dependent<finish_sums_kernel<Accumulator<T>>>("batch_norm_backward, sums, second pass",
                                                            finish_blocks_of(g), kFinishThreads, 0, stream, a, g);
     }
     if (a.grad_z != nullptr) {
       const RowGrid g = cut_rows(a.rows, a.channels, kLanes, kPassBlocks, !sums);
-      launch_backward<backward_kernel<T, kLanes>>("batch_norm_backward", a, g, dtype, !sums, stream);
+      launch_backward<backward_kernel<T, kLanes>>("batch_norm_backward", blocks_of(g), a, g, dtype, !sums, stream);
     }
   });
 }

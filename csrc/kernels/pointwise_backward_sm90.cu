@@ -436,7 +436,7 @@ void launch(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
   };
   const int64_t pixels = s.out_pixels();
   KernelArgs k;
-  k.z = map("z", a.z, s.out_channels, pixels, s.out_channels, kPixels);
+  k.z = map("z", a.z, s.out_channels, pixels, a.z_stride, kPixels);
   k.grad_y = map("grad_y", a.grad_y, s.out_channels, pixels, a.grad_y_stride, kPixels);
   k.x = map("x", a.x, s.in_channels, pixels, a.x_stride, kPixels);
   k.weight = map("weight", a.weight, s.in_channels, s.out_channels, s.in_channels, kOut * kSlice);
