@@ -36,9 +36,8 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
   };
   add(row_bytes, false);
   if (s.pointwise()) return plans;
-  // A ring of halves holds more of what it can than a ring of wholes, which has no kernel.
   if (row_bytes == 128 && s.in_channels % 32 == 0) add(64, true);
-  if (row_bytes > 32 && s.in_channels * 2 % row_bytes != 0 && s.in_channels % 16 == 0) add(32, false);
+  if (s.in_channels % 48 == 0) add(96, false);
   return plans;
 }
 
