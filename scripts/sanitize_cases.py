@@ -273,15 +273,24 @@ def tiles() -> Iterator[Case]:
         "1x1 shared": Conv(1, 128, 34, 64, 1024, 1),
         "3x3 shared": Conv(1, 64, 34, 64, 1024, 3),
     }
+    # Of the sm90 kernel for small grids: through a ring, and in parts of 16 channels.
+    small = {
+        "1x1 long": Conv(1, 1144, 9, 15, 128, 1),
+        "3x3 long": Conv(1, 512, 13, 11, 64, 3),
+        "3x3/2 long": Conv(1, 256, 21, 18, 64, 3, 2),
+        "3x3 of 48": Conv(1, 48, 17, 19, 48, 3),
+    }
     seen: set[tuple[Any, ...]] = set()
     for target in ("sm90", "sm80") if capability() == 90 else ("sm80",):
         with environment(**{TARGET: target}):
-            for what, conv in convs.items():
+            for what, conv in (convs | small).items():
                 for name in ops.kernel_candidates(**conv.query(HALF)):
                     key = (what, target, *_kind(name))
                     if key in seen or not name.startswith("implicit_gemm/"):
                         continue
                     if what.endswith(" shared") and not re.search("-(paired|rest)-", name):
+                        continue
+                    if what in small and not name.endswith("-once"):
                         continue
                     seen.add(key)
                     residual = ("", "slice", "odd", "nhwc")[len(seen) % 4]

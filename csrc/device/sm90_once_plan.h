@@ -11,18 +11,19 @@
 namespace yolo12_fastconv {
 
 // A tile of 64 pixels for each worker (a warpgroup), and a place in shared memory for everything that a block reads, so that
-// nothing is ever waited for but the first use of what was asked for at the start.
+// nothing is ever waited for but the first use of what was asked for at the start. Where it does not fit, a ring of places
+// for the parts of the input channels.
 struct Sm90OncePlan {
   int channels = 0;  // output channels of a tile; 0: no plan
   int workers = 0;
-  int row_bytes = 0;  // a part of the input channels: 128, 64 or 32
+  int row_bytes = 0;  // a part of the input channels: 128, 96, 64 or 32
   bool operator==(const Sm90OncePlan&) const = default;
 };
 
 enum class OnceMode : int { kRows = 0, kWindow = 1, kStrided = 2 };  // 1x1; 3x3; 3x3 with stride 2
 
 constexpr int kOnceChannels[] = {16, 32, 48, 64, 96, 128};
-// More would need as many barriers, and long reductions hide what rings cost.
+// Parts of the input channels that have a place at once. Each has barriers.
 constexpr int kOnceMaxParts = 16;
 
 // What fits the registers of a multiprocessor.
@@ -35,9 +36,18 @@ constexpr int once_store_channels(int channels) { return channels % 32 == 0 ? 32
 constexpr int once_store_bytes(int channels) { return once_store_channels(channels) / 2; }
 // What is compiled.
 constexpr bool once_has_kernel(int channels, int row_bytes, OnceMode mode) {
+  if (row_bytes == 96) return mode == OnceMode::kWindow && channels == 48;
   if (row_bytes == 32) return mode != OnceMode::kRows && channels <= 32;
   return channels < 128 || (row_bytes == 128 && mode == OnceMode::kRows);
 }
+// The same with a ring.
+constexpr bool once_has_ring(int channels, int row_bytes, OnceMode mode) {
+  if (mode == OnceMode::kRows) return row_bytes == 128 && channels >= 32;
+  return row_bytes == 64 && (channels == 32 || channels == 64);
+}
+
+// From one row of a part to the next in shared memory. What is copied beyond 96 bytes is multiplied by nothing.
+constexpr int once_pitch(int row_bytes) { return row_bytes == 96 ? 128 : row_bytes; }
 
 // Of a worker's pixels for one part of the input channels: planes (residues of the stride), their pixels, and the rows that
 // they take, whole periods of the swizzle.
@@ -69,16 +79,29 @@ inline int64_t once_blocks(const ConvShape& s, const Sm90OncePlan& p) {
 struct OnceLayout {
   int pixels, affine, barriers, bytes;
 };
-inline OnceLayout once_layout(const ConvShape& s, const Sm90OncePlan& p) {
+// With places for `stages` parts: barriers for their weights, for each worker's pixels and, in a ring, for empty places.
+inline OnceLayout once_layout(const ConvShape& s, const Sm90OncePlan& p, int stages) {
   const OnceMode mode = once_mode(s);
-  const int parts = once_parts(s, p);
   const OncePixels pixels = once_pixels(mode);
+  const bool ring = stages < once_parts(s, p);
+  const int pitch = once_pitch(p.row_bytes);
   OnceLayout l;
-  l.pixels = round_up(parts * once_taps(mode) * p.channels * p.row_bytes, 1024);
-  l.affine = l.pixels + p.workers * parts * pixels.planes * pixels.rows * p.row_bytes;
+  l.pixels = round_up(stages * once_taps(mode) * p.channels * pitch, 1024);
+  l.affine = l.pixels + p.workers * stages * pixels.planes * pixels.rows * pitch;
   l.barriers = l.affine + p.channels * 8;
-  l.bytes = std::max(kSm90LeastSharedBytes, l.barriers + 8 * parts * (once_groups(mode) + p.workers));
+  l.bytes = std::max(kSm90LeastSharedBytes, l.barriers + 8 * stages * (once_groups(mode) + p.workers + ring));
   return l;
+}
+// Parts of the input channels that have a place at once: all of them, or as many as fit a ring; 0: no such kernel. Rings of
+// windows for two workers and more have two places, and took up to twice as long as those for one.
+inline int once_stages(const ConvShape& s, const Sm90OncePlan& p) {
+  const OnceMode mode = once_mode(s);
+  int stages = std::min(once_parts(s, p), kOnceMaxParts);
+  while (stages > 0 && once_layout(s, p, stages).bytes > kSm90SharedBytes) --stages;
+  const bool exists = stages == once_parts(s, p) ? once_has_kernel(p.channels, p.row_bytes, mode)
+                                                 : stages > 2 && (s.pointwise() || p.workers == 1) &&
+                                                       once_has_ring(p.channels, p.row_bytes, mode);
+  return exists ? stages : 0;
 }
 
 // All plans for the convolution in half and bfloat16; none where this kernel can't run it, or where its blocks would not all

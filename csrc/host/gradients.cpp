@@ -257,7 +257,8 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   const bool dense_filter = filter.stride(0) == s.in_channels && (s.in_channels == 1 || filter.stride(1) == 1);
   const Affine& affine = in.affine;
   if (!is_float_or_absent(affine.gamma) || !is_float_or_absent(affine.beta) || !is_float_or_absent(affine.mean) ||
-      !is_float_or_absent(affine.var) || !is_aligned_matrix(x, dtype) || !dense_filter ||
+      !is_float_or_absent(affine.var) || !is_aligned_matrix(x, dtype) || !is_aligned_matrix(in.z, dtype) ||
+      !dense_filter ||
       !has_aligned_pixels(filter, dtype)) {
     return std::nullopt;
   }

@@ -15,26 +15,29 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
       s.out_pixels() >= kLongest || s.in_pixels() >= kLongest) {
     return plans;
   }
-  Sm90OncePlan plan;
-  plan.row_bytes = sm90_row_bytes(s, 2);
-  if (s.pointwise()) plan.row_bytes = std::max(plan.row_bytes, 64);
-  if (once_parts(s, plan) > kOnceMaxParts) return plans;
-  // Copied tap by tap, weights behind the last channel are those of the next tap, or anything.
-  const bool whole = s.pointwise() || s.in_channels * 2 % plan.row_bytes == 0;
-  for (const int channels : kOnceChannels) {
-    if (channels > s.out_channels || (!whole && channels > once_store_channels(channels)) ||
-        s.out_channels * 2 % once_store_bytes(channels) != 0 ||
-        !once_has_kernel(channels, plan.row_bytes, once_mode(s))) {
-      continue;
-    }
-    plan.channels = channels;
-    for (plan.workers = 1; plan.workers <= once_max_workers(channels); ++plan.workers) {
-      if (plan.workers > 1 && plan.workers > once_tiles(s)) continue;
-      if (once_layout(s, plan).bytes <= kSm90SharedBytes && once_blocks(s, plan) <= kMultiprocessors) {
-        plans.push_back(plan);
+  int row_bytes = sm90_row_bytes(s, 2);
+  if (s.pointwise()) row_bytes = std::max(row_bytes, 64);
+  const auto add = [&](int row_bytes, bool only_rings) {
+    // Copied tap by tap, weights behind the last channel are those of the next tap, or anything.
+    const bool whole = s.pointwise() || s.in_channels * 2 % row_bytes == 0;
+    for (const int channels : kOnceChannels) {
+      if (channels > s.out_channels || (!whole && channels > once_store_channels(channels)) ||
+          s.out_channels * 2 % once_store_bytes(channels) != 0) {
+        continue;
+      }
+      Sm90OncePlan plan{channels, 0, row_bytes};
+      for (plan.workers = 1; plan.workers <= once_max_workers(channels); ++plan.workers) {
+        if (plan.workers > 1 && plan.workers > once_tiles(s)) continue;
+        const int stages = once_stages(s, plan);
+        if (stages == 0 || (only_rings && stages == once_parts(s, plan))) continue;
+        if (once_blocks(s, plan) <= kMultiprocessors) plans.push_back(plan);
       }
     }
-  }
+  };
+  add(row_bytes, false);
+  if (s.pointwise()) return plans;
+  if (row_bytes == 128 && s.in_channels % 32 == 0) add(64, true);
+  if (s.in_channels % 48 == 0) add(96, false);
   return plans;
 }
 

@@ -13,6 +13,9 @@
 // eight (four) adjacent channels, and the four of them 64 (32) bytes. The copy engine does that: the map of the weights has
 // e, t, i and the groups as dimensions of their own.
 //
+// Reductions that do not fit shared memory have a ring of places, which the two warps without a tile fill again: what a block
+// waits for then is only what it could not have asked for at the start.
+//
 // Where the tile's width does not divide the output channels, the last tile begins earlier. Two blocks then store the same
 // values to the channels that they share.
 #include <cuda.h>
@@ -49,7 +52,7 @@ struct OnceArgs {
   DType vector_dtype;
   float eps;
   Act act;
-  int parts, workers, tiles, out_channels;
+  int parts, stages, workers, tiles, out_channels;  // stages: parts that have a place; fewer in a ring
   int tap_channels;  // of the weights, from one tap to the next
   int offset_pixels, offset_affine, offset_barriers;
   int out_h, out_w, pad_h, pad_w;
@@ -80,12 +83,13 @@ constexpr int tap_row(int tap) {
   return (r % 2 * 2 + s % 2) * kPixels.rows + r / 2 * 9 + s / 2;
 }
 
-template <class T, int kChannels, int kRowBytes, OnceMode kMode>
+template <class T, int kChannels, int kRowBytes, OnceMode kMode, bool kRing>
 struct OnceKernel {
   static constexpr OncePixels kPixels = once_pixels(kMode);
   static constexpr int kSteps = kRowBytes / 32, kTaps = once_taps(kMode), kGroups = once_groups(kMode);
-  static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kRowBytes;
-  static constexpr int kPlaneBytes = kPixels.rows * kRowBytes, kPartBytes = kPixels.planes * kPlaneBytes;
+  static constexpr int kPitch = once_pitch(kRowBytes);
+  static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kPitch;
+  static constexpr int kPlaneBytes = kPixels.rows * kPitch, kPartBytes = kPixels.planes * kPlaneBytes;
   static constexpr int kWindow = kMode == OnceMode::kWindow ? 10 : 9;  // pixels a side
   static constexpr int kWords = kChannels / 8;  // of two channels, that a thread has of a pixel
   static constexpr int kStoreChannels = once_store_channels(kChannels);  // of four threads at once
@@ -111,84 +115,173 @@ struct OnceKernel {
     return at;
   }
 
-  // A whole warp: asks for the pixels of a worker's tile, a barrier for each part of the channels.
+  // Parts whose places are filled at the start.
+  static __device__ __forceinline__ int first_parts(const OnceArgs& args) { return kRing ? args.stages : args.parts; }
+
+  // A whole warp: asks for a part of the pixels of a worker's tile.
+  static __device__ __forceinline__ void load_part(const OnceArgs& args, uint32_t leads, int channel, int left, int top,
+                                                   const Position& at, uint32_t to, uint32_t barrier) {
+    barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kPitch);
+    if constexpr (kMode == OnceMode::kRows) {
+      load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
+    } else {
+#pragma unroll
+      for (int plane = 0; plane < kPixels.planes; ++plane) {
+        load_box(leads, to + plane * kPlaneBytes, &args.x, barrier, channel, left + plane % 2, top + plane / 2, at.n);
+      }
+    }
+  }
+  static constexpr int kStride = kMode == OnceMode::kStrided ? 2 : 1;
+
+  // The first ones, with a barrier for each.
   static __device__ __forceinline__ void load_tile(const OnceArgs& args, uint32_t leads, const Position& at,
                                                    uint32_t to, uint32_t barrier) {
-    constexpr int kStride = kMode == OnceMode::kStrided ? 2 : 1;
     const int left = at.q * kStride - args.pad_w, top = at.p * kStride - args.pad_h;
     wait_for_earlier_kernels(left ^ top ^ at.n ^ at.pixel ^ to ^ barrier);
+    const int parts = first_parts(args);
     int channel = 0;
 #pragma unroll 1
-    for (int part = 0; part < args.parts; ++part) {
-      barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kRowBytes);
-      if constexpr (kMode == OnceMode::kRows) {
-        load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
-      } else {
-#pragma unroll
-        for (int plane = 0; plane < kPixels.planes; ++plane) {
-          load_box(leads, to + plane * kPlaneBytes, &args.x, barrier, channel, left + plane % 2, top + plane / 2, at.n);
-        }
-      }
+    for (int part = 0; part < parts; ++part) {
+      load_part(args, leads, channel, left, top, at, to, barrier);
       channel += kRowBytes / 2;
       to += kPartBytes;
       barrier += 8;
     }
   }
 
+  static __device__ __forceinline__ void load_part_weights(const OnceArgs& args, uint32_t leads, int channel,
+                                                           int first_pair, uint32_t to, uint32_t barrier) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
+#pragma unroll
+      for (int i = 0; i < kGroupTaps; i += kBoxTaps) {
+        if constexpr (kChannels == kStoreChannels) {
+          load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair, group * kGroupTaps);
+        } else {
+          load_box_5d(leads, to, &args.weight, barrier, channel + (group * kGroupTaps + i) * args.tap_channels, 0, 0,
+                      first_pair, 0);
+        }
+        to += kBoxTaps * kTapBytes;
+      }
+      barrier += 8;
+    }
+  }
+
+  // All of them; in a ring those behind the first ones when the products have read what is in their place.
   static __device__ __forceinline__ void load_weights(const OnceArgs& args, uint32_t leads, int first_channel,
-                                                      uint32_t to, uint32_t barrier) {
+                                                      uint32_t to, uint32_t barrier, uint32_t empty) {
     const int first_pair = first_channel / 2;
     wait_for_earlier_kernels(first_pair ^ to ^ barrier);
+    const int parts = first_parts(args);
     int channel = 0;
 #pragma unroll 1
-    for (int part = 0; part < args.parts; ++part) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        barrier_expect(leads, barrier, kGroupTaps * kTapBytes);
-#pragma unroll
-        for (int i = 0; i < kGroupTaps; i += kBoxTaps) {
-          if constexpr (kChannels == kStoreChannels) {
-            load_box_5d(leads, to, &args.weight, barrier, channel, 0, 0, first_pair, group * kGroupTaps);
-          } else {
-            load_box_5d(leads, to, &args.weight, barrier, channel + (group * kGroupTaps + i) * args.tap_channels, 0, 0,
-                        first_pair, 0);
-          }
-          to += kBoxTaps * kTapBytes;
+    for (int part = 0; part < parts; ++part) {
+      load_part_weights(args, leads, channel, first_pair, to + part * kTaps * kTapBytes, barrier + 8 * kGroups * part);
+      channel += kRowBytes / 2;
+    }
+    if constexpr (kRing) {
+      int place = 0;
+      uint32_t parity = 0;
+#pragma unroll 1
+      for (int part = parts; part < args.parts; ++part) {
+        barrier_wait(empty + 8 * place, parity);
+        load_part_weights(args, leads, channel, first_pair, to + place * kTaps * kTapBytes,
+                          barrier + 8 * kGroups * place);
+        channel += kRowBytes / 2;
+        if (++place == args.stages) {
+          place = 0;
+          parity ^= 1;
         }
-        barrier += 8;
+      }
+    }
+  }
+
+  // A ring's pixels behind the first ones, of all workers that have a tile, by one warp.
+  static __device__ __forceinline__ void load_more_pixels(const OnceArgs& args, uint32_t leads, int first_tile,
+                                                          int workers, uint32_t to, uint32_t barriers, uint32_t empty) {
+    int place = 0, channel = args.stages * (kRowBytes / 2);
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int part = args.stages; part < args.parts; ++part) {
+      barrier_wait(empty + 8 * place, parity);
+#pragma unroll 1
+      for (int worker = 0; worker < workers; ++worker) {
+        const Position at = position_of(args, first_tile + worker);
+        const int index = worker * args.stages + place;
+        load_part(args, leads, channel, at.q * kStride - args.pad_w, at.p * kStride - args.pad_h, at,
+                  to + index * kPartBytes, barriers + 8 * index);
       }
       channel += kRowBytes / 2;
+      if (++place == args.stages) {
+        place = 0;
+        parity ^= 1;
+      }
+    }
+  }
+
+  // The products of one part.
+  static __device__ __forceinline__ void multiply_part(float (&sum)[kChannels / 2], uint32_t a, uint32_t b,
+                                                       uint32_t pixel_barrier, uint32_t weight_barrier,
+                                                       uint32_t parity) {
+    const uint32_t pixel_layout = descriptor_layout(kPitch, (kMode == OnceMode::kRows ? 8 : kWindow) * kPitch);
+    const uint32_t weight_layout = descriptor_layout(kPitch, 8 * kPitch);
+    barrier_wait(pixel_barrier, parity);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      barrier_wait(weight_barrier + 8 * group, parity);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kGroupTaps; ++i) {
+        const int tap = group * kGroupTaps + i;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          wgmma<T, kChannels>(sum, descriptor(pixel_layout, a + tap_row<kMode>(tap) * (kPitch / 16) + 2 * k),
+                              descriptor(weight_layout, b + tap * (kTapBytes / 16) + 2 * k));
+        }
+      }
+      wgmma_commit();
     }
   }
 
   static __device__ __forceinline__ void multiply(const OnceArgs& args, float (&sum)[kChannels / 2], uint32_t pixels,
-                                                  uint32_t weights, uint32_t pixel_barrier, uint32_t weight_barrier) {
-    const uint32_t pixel_layout = descriptor_layout(kRowBytes, (kMode == OnceMode::kRows ? 8 : kWindow) * kRowBytes);
-    const uint32_t weight_layout = descriptor_layout(kRowBytes, 8 * kRowBytes);
+                                                  uint32_t weights, uint32_t pixel_barrier, uint32_t weight_barrier,
+                                                  uint32_t empty, uint32_t leads) {
     uint32_t a = descriptor_start(pixels), b = descriptor_start(weights);
     int part = 0;
-    do {
-      barrier_wait(pixel_barrier, 0);
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        barrier_wait(weight_barrier + 8 * group, 0);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kGroupTaps; ++i) {
-          const int tap = group * kGroupTaps + i;
-#pragma unroll
-          for (int k = 0; k < kSteps; ++k) {
-            wgmma<T, kChannels>(sum, descriptor(pixel_layout, a + tap_row<kMode>(tap) * (kRowBytes / 16) + 2 * k),
-                                descriptor(weight_layout, b + tap * (kTapBytes / 16) + 2 * k));
-          }
+    if constexpr (kRing) {
+      const uint32_t first_a = a, first_b = b, first_pixels = pixel_barrier, first_weights = weight_barrier;
+      uint32_t parity = 0, before = empty, current = empty;
+      int place = 0;
+      do {
+        multiply_part(sum, a, b, pixel_barrier, weight_barrier, parity);
+        wgmma_wait<kGroups>();  // the part before has been read
+        barrier_arrive_if(before, leads & (part > 0));
+        before = current;
+        a += kPartBytes / 16;
+        b += kTaps * kTapBytes / 16;
+        pixel_barrier += 8;
+        weight_barrier += 8 * kGroups;
+        current += 8;
+        if (++place == args.stages) {
+          place = 0;
+          parity ^= 1;
+          a = first_a;
+          b = first_b;
+          pixel_barrier = first_pixels;
+          weight_barrier = first_weights;
+          current = empty;
         }
-        wgmma_commit();
-      }
-      a += kPartBytes / 16;
-      b += kTaps * kTapBytes / 16;
-      pixel_barrier += 8;
-      weight_barrier += 8 * kGroups;
-    } while (++part < args.parts);
+      } while (++part < args.parts);
+    } else {
+      do {
+        multiply_part(sum, a, b, pixel_barrier, weight_barrier, 0);
+        a += kPartBytes / 16;
+        b += kTaps * kTapBytes / 16;
+        pixel_barrier += 8;
+        weight_barrier += 8 * kGroups;
+      } while (++part < args.parts);
+    }
   }
 
   using Results = uint32_t[2][kWords];  // of two pixels
@@ -262,8 +355,10 @@ struct OnceKernel {
       }
     }
     float sum[kChannels / 2] = {};
-    multiply(args, sum, base + args.offset_pixels + worker * args.parts * kPartBytes, base,
-             barriers + 8 * args.parts * (kGroups + worker), barriers);
+    const int parts = first_parts(args);
+    multiply(args, sum, base + args.offset_pixels + worker * parts * kPartBytes, base,
+             barriers + 8 * parts * (kGroups + worker), barriers, barriers + 8 * parts * (kGroups + args.workers),
+             lane == 0);
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");  // scale and shift are there
     float4 affine[kWords];
 #pragma unroll
@@ -346,11 +441,11 @@ struct OnceKernel {
   }
 };
 
-template <class T, int kChannels, int kRowBytes, OnceMode kMode>
-__global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxThreads),
+template <class T, int kChannels, int kRowBytes, OnceMode kMode, bool kRing>
+__global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode, kRing>::kMaxThreads),
                              1) void implicit_gemm_sm90_once_kernel(const __grid_constant__ OnceArgs args) {
 #if YOLO12_HAS_WGMMA
-  using Kernel = OnceKernel<T, kChannels, kRowBytes, kMode>;
+  using Kernel = OnceKernel<T, kChannels, kRowBytes, kMode, kRing>;
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -362,22 +457,24 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
   args.by_channel_tiles.divide(static_cast<int>(blockIdx.x), column, channel_tile);
   const int first_channel = min(channel_tile * kChannels, args.out_channels - kChannels);
   const uint32_t barriers = base + args.offset_barriers;
+  const int parts = Kernel::first_parts(args);
+  const uint32_t pixel_barriers = barriers + 8 * parts * Kernel::kGroups,
+                 empty = pixel_barriers + 8 * parts * args.workers;
   if (warp < 4 * args.workers) {
     const int worker = warp / 4, tile = column * args.workers + worker;
     const typename Kernel::Position at = Kernel::position_of(args, tile);
     if (warp % 4 == 0) {
       // Its barriers, then its copies: by the warp that starts them, so that they need not wait for the block.
-      const uint32_t filled = barriers + 8 * args.parts * (Kernel::kGroups + worker);
+      const uint32_t filled = pixel_barriers + 8 * parts * worker;
       if (leads) {
         prefetch_tensor_map(&args.x);
 #pragma unroll 1
-        for (int i = 0; i < args.parts; ++i) barrier_init(filled + 8 * i, 1);
+        for (int i = 0; i < parts; ++i) barrier_init(filled + 8 * i, 1);
         barrier_init_fence();
       }
       __syncwarp();
       if (tile < args.tiles) {
-        Kernel::load_tile(args, leads, at, base + args.offset_pixels + worker * args.parts * Kernel::kPartBytes,
-                          filled);
+        Kernel::load_tile(args, leads, at, base + args.offset_pixels + worker * parts * Kernel::kPartBytes, filled);
       }
     }
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");  // all barriers are set up
@@ -392,18 +489,32 @@ __global__ __launch_bounds__((OnceKernel<T, kChannels, kRowBytes, kMode>::kMaxTh
       if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
       prefetch_tensor_map(&args.weight);
 #pragma unroll 1
-      for (int i = 0; i < args.parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
+      for (int i = 0; i < parts * Kernel::kGroups; ++i) barrier_init(barriers + 8 * i, 1);
+      if constexpr (kRing) {
+        const int arrivals = 4 * min(args.workers, args.tiles - column * args.workers);
+#pragma unroll 1
+        for (int i = 0; i < parts; ++i) barrier_init(empty + 8 * i, arrivals);
+      }
       barrier_init_fence();
     }
     __syncwarp();
     asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
-    Kernel::load_weights(args, leads, first_channel, base, barriers);
+    Kernel::load_weights(args, leads, first_channel, base, barriers, empty);
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
   } else {
-    asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
+    if constexpr (kRing) {
+      asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");
+    } else {
+      asm volatile("bar.arrive 0, %0;" ::"r"(threads) : "memory");
+    }
     wait_for_earlier_kernels();
     Kernel::fold_channels(args, shared, first_channel, lane);
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    if constexpr (kRing) {
+      const int first_tile = column * args.workers;
+      Kernel::load_more_pixels(args, leads, first_tile, min(args.workers, args.tiles - first_tile),
+                               base + args.offset_pixels, pixel_barriers, empty);
+    }
   }
 #endif
 }
@@ -426,21 +537,21 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) 
   const ConvShape& s = a.shape;
   const Strides x = strides_of_pixels(a);
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
-  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
+  const int pitch = once_pitch(plan.row_bytes);
+  const auto channels = static_cast<cuuint32_t>(pitch / 2);
   const auto c = static_cast<cuuint64_t>(s.in_channels);
   if (s.pointwise()) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
     const cuuint64_t all = bytes(x.w) * pixels;
     return tensor_map(kName, "x", map_type(dtype), a.x, {c, pixels, 1, 1}, {bytes(x.w), all, all}, {channels, 64, 1, 1},
-                      {1, 1, 1, 1}, plan.row_bytes);
+                      {1, 1, 1, 1}, pitch);
   }
   const auto step = static_cast<cuuint32_t>(s.stride_h);
   const cuuint32_t side = step == 1 ? 10 : 9;  // a box is counted in elements before striding
   return tensor_map(
       kName, "x", map_type(dtype), a.x,
       {c, static_cast<cuuint64_t>(s.in_w), static_cast<cuuint64_t>(s.in_h), static_cast<cuuint64_t>(s.batch)},
-      {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1},
-      plan.row_bytes);
+      {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1}, pitch);
 }
 
 // (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, group): see the top. In a tile of one group, taps take the
@@ -450,21 +561,22 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan)
   static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeTiled");
   const ConvShape& s = a.shape;
   const int taps = s.kernel_h * s.kernel_w, group = once_store_channels(plan.channels);
+  const int pitch = once_pitch(plan.row_bytes);
   const bool single = plan.channels == group;
   const auto c = static_cast<cuuint64_t>(s.in_channels), pairs = static_cast<cuuint64_t>(s.out_channels / 2);
   const cuuint64_t tap = cuuint64_t(round_up(s.in_channels, 8)) * 2, filter = tap * taps;
   const cuuint64_t fifth = single ? taps : plan.channels / group;
   const cuuint64_t size[5] = {single || taps == 1 ? c : filter / 2, 2, 4, pairs, fifth};
   const cuuint64_t stride[4] = {filter, filter * (group / 4), filter * 2, single ? tap : filter * group};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(pitch / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
                              static_cast<cuuint32_t>(!single     ? plan.channels / group
                                                      : taps == 1 ? 1
                                                                  : 3)};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = encode(&map, map_type(dtype), 5, const_cast<void*>(a.weight), size, stride, box, step,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(pitch), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check_tensor_map(status, kName, "weight");
   return map;
 }
@@ -483,10 +595,11 @@ void describe_vectors(OnceArgs& k, const Affine& a, DType dtype) {
                                               : Vectors::kAny;
 }
 
-template <class T, int kChannels, int kRowBytes, OnceMode kMode>
+template <class T, int kChannels, int kRowBytes, OnceMode kMode, bool kRing>
 void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
   const ConvShape& s = a.shape;
-  const OnceLayout layout = once_layout(s, plan);
+  const int stages = once_stages(s, plan);
+  const OnceLayout layout = once_layout(s, plan, stages);
   const int channel_tiles = ceil_div(s.out_channels, kChannels);
   OnceArgs k;
   k.x = pixel_map(a, dtype, plan);
@@ -494,6 +607,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   describe_vectors(k, a.affine, dtype);
   k.act = a.act;
   k.parts = once_parts(s, plan);
+  k.stages = stages;
   k.workers = plan.workers;
   k.tiles = static_cast<int>(once_tiles(s));
   k.out_channels = s.out_channels;
@@ -513,7 +627,7 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   k.y_stride = a.y_stride;
   k.residual = a.residual;
   k.residual_stride = a.residual_strides.w;
-  constexpr auto kKernel = implicit_gemm_sm90_once_kernel<T, kChannels, kRowBytes, kMode>;
+  constexpr auto kKernel = implicit_gemm_sm90_once_kernel<T, kChannels, kRowBytes, kMode, kRing>;
   allow_shared_bytes(kKernel, layout.bytes);
   launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), once_threads(plan.workers), layout.bytes,
                             stream, k);
@@ -530,8 +644,12 @@ constexpr bool is_built_for_hopper() {
 template <class T, int kChannels, int kRowBytes>
 void choose_mode(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream_t stream) {
   const auto start = [&]<OnceMode kMode>(std::integral_constant<OnceMode, kMode>) {
+    const bool ring = once_stages(a.shape, plan) < once_parts(a.shape, plan);
     if constexpr (is_built_for_hopper() && once_has_kernel(kChannels, kRowBytes, kMode)) {
-      return launch<T, kChannels, kRowBytes, kMode>(a, dtype, plan, stream);
+      if (!ring) return launch<T, kChannels, kRowBytes, kMode, false>(a, dtype, plan, stream);
+    }
+    if constexpr (is_built_for_hopper() && once_has_ring(kChannels, kRowBytes, kMode)) {
+      if (ring) return launch<T, kChannels, kRowBytes, kMode, true>(a, dtype, plan, stream);
     }
     fail(kName, ": no kernel for tiles of ", kChannels, " channels over rows of ", kRowBytes, " bytes");
   };
@@ -547,6 +665,7 @@ void choose_row(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaSt
   switch (plan.row_bytes) {
     case 32: return choose_mode<T, kChannels, 32>(a, dtype, plan, stream);
     case 64: return choose_mode<T, kChannels, 64>(a, dtype, plan, stream);
+    case 96: return choose_mode<T, kChannels, 96>(a, dtype, plan, stream);
     default: return choose_mode<T, kChannels, 128>(a, dtype, plan, stream);
   }
 }
