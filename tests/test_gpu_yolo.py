@@ -74,9 +74,9 @@ def pair(model: Any, cuda: torch.device, dtype: torch.dtype, graph: bool = False
 def check(
     ours: Any, stock: Any, truth: Any, x: torch.Tensor, precision: str, **options: Any
 ) -> tuple[int, int]:
-    """Detections of both, each compared with those of the float64 `truth` rounded to the same dtype; how many it has, and
-    how many of them ours has. In bfloat16, whose coordinates have steps of 4 pixels from 512 on, stock's own boxes are off
-    by more than boxes may differ, so that stock is no truth; the others are compared with stock, too."""
+    """Detections of both, each compared with those of the float64 `truth` rounded to the same dtype; how many it has,
+    and how many of them ours has. In bfloat16, whose coordinates have steps of 4 pixels from 512 on, stock's own boxes
+    are off by more than boxes may differ, so that stock is no truth; the others are compared with stock, too."""
     with torch.inference_mode():
         mine, theirs, exact = raw(ours(x)), raw(stock(x)), raw(truth(x.double())).to(x.dtype)
     reports = [
@@ -178,8 +178,8 @@ def test_classes(cuda, detector, pictures, precision):
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("batch", [1, 7])
 def test_pictures_of_odd_sizes(cuda, pictures, half, batch):
-    """`YOLO.predict` on pictures of sizes that are no multiples of 32, in rectangles. In half, what stock finds in float32
-    is the truth for both."""
+    """`YOLO.predict` on pictures of sizes that are no multiples of 32, in rectangles. In half, what stock finds in
+    float32 is the truth for both."""
     shapes = [(97, 131), (96, 96), (63, 190), (101, 77), (96, 96), (45, 45), (200, 99)]
     source = [
         cv2.copyMakeBorder(pictures[i], 0, max(h - 96, 0), 0, max(w - 96, 0), cv2.BORDER_CONSTANT)[:h, :w]

@@ -419,7 +419,7 @@ class TrainingGraphs:
 
     @contextlib.contextmanager
     def _freed_without_memory(self) -> Iterator[None]:
-        """Frees the graph where memory runs out inside: around `_in_turn`, whose end marks a replay that may be running."""
+        """Frees the graph where memory runs out inside: around `_in_turn`, whose end marks a replay that may run."""
         try:
             yield
         except RuntimeError as error:
