@@ -152,8 +152,8 @@ def run_family(tool: str, family: str, only: str, begun: int, until: float) -> d
 
 
 def _run_once(tool: str, family: str, only: str, first: int, limit: float) -> tuple[str, int, list[str]]:
-    """Output, exit status (124: killed), and the cases that were begun. They end by themselves when time is over; a case
-    that takes a minute more is stuck."""
+    """Output, exit status (124: killed), and the cases that were begun. They end by themselves when time is over; a
+    case that takes a minute more is stuck."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cases"
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no"]

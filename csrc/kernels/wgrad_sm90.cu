@@ -135,10 +135,10 @@ class Worker {
     grad_layout_ = descriptor_layout(args.grad_row_bytes, args.grad_group_bytes);
     x_layout_ = descriptor_layout(args.x_row_bytes, args.x_group_bytes);
     // Fewer than 64 output channels: the blocks behind them are the first one again, and not stored.
-    first_grad_ =
-        transposed_start(stages + args.grad_offset + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
+    first_grad_ = transposed_start(stages + args.grad_offset + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
     if (kSplit) {  // rows 0 and 2 of the filter read the residue 0 of the rows of x, row 1 the other
-      const uint32_t plane = stages + (warpgroup & 1) * 2 * args.x_copy_bytes + (warpgroup >> 1) * args.filter_row_bytes;
+      const uint32_t plane =
+          stages + (warpgroup & 1) * 2 * args.x_copy_bytes + (warpgroup >> 1) * args.filter_row_bytes;
       first_x_ = transposed_start(plane, args.x_block_bytes);
       first_inner_ = transposed_start(plane + args.x_copy_bytes, 0);
     } else {
