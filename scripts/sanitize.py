@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
 """compute-sanitizer over every CUDA kernel of the library: memcheck, racecheck, initcheck of scripts/sanitize_cases.py.
 
-    scripts/sanitize.py [--tools memcheck,racecheck,initcheck] [--only WORD] [--out FILE] [--limit SECONDS]
+    scripts/sanitize.py [--tools memcheck,racecheck,initcheck] [--families NAME,NAME] [--only WORD] [--limit SECONDS]
+                        [--jobs N] [--out FILE [--resume]]
 
-Needs a GPU, the compiled library and compute-sanitizer (of the CUDA toolkit). Prints what a tool reports, and one line
-each with its verdict; exits with 1 if one of them found something or did not come to its end. ``--out`` writes the
-verdicts as JSON: as FOLDER/sanitizer.json, `gpu_record.py collect FOLDER` puts them into the record.
+Needs a GPU, the compiled library and compute-sanitizer (of the CUDA toolkit). Each family of cases is a process of its
+own under each tool, `--jobs` of them at once. Prints what a tool reports, and one line each with its verdict; exits
+with 1 if one of them found something, or did not come to its end within `--limit`. ``--out`` writes the verdicts as
+JSON after every family, and with ``--resume`` goes on with what is missing there; as FOLDER/sanitizer.json,
+`gpu_record.py collect FOLDER` puts them into the record.
+
+What a tool cannot judge is listed in `LIMITS`, with the reason. It is counted and printed, and is no error.
 
 PyTorch's allocator is switched to one cudaMalloc a tensor: in its large blocks nothing would be seen of what is read or
-written beside a tensor. memcheck and racecheck look at this library's kernels only; initcheck has to see who else
-writes. Cases run once before, without a tool, and have to launch every kernel.
+written beside a tensor. The tools look at this library's kernels only. Cases run once before, without a tool, and have
+to launch every kernel.
 """
 
 from __future__ import annotations
@@ -22,104 +27,146 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from records import ROOT, facts, why_not
+from sanitize_cases import FAMILIES, OUT_OF_TIME
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 CASES = ROOT / "scripts" / "sanitize_cases.py"
 OURS = "kernel_substring=yolo12_fastconv"  # the namespace, in mangled names
-
-
-KNOWN_WRITER = "fold_channels<"
-"""The function whose writes racecheck takes for races: a warp writes scale and shift of the channels, ``__syncwarp()``
-orders its lanes' writes before lane 0's arrive at a barrier, and who reads waits for that. racecheck knows of writes
-of the lane that arrives only: in a list of 4000 hazards, the writers were lanes 1 to 15, and never lane 0."""
-
-
+OPTIONS = {
+    "memcheck": (),
+    "racecheck": ("--racecheck-indirect-barrier-dependency",),
+    # Copies to the host read what kernels of PyTorch have written, at which the tool does not look here.
+    "initcheck": ("--check-api-memory-access=no",),
+}
 TOOL_ERROR = "Internal Sanitizer Error"
 MOST_BROKEN = 30
+STUCK = 60
+"""Seconds that a case may take beyond the limit."""
 
 
-def races(output: str) -> tuple[int, int]:
-    """How many of the races in a report of racecheck are those of `KNOWN_WRITER`, and how many are others."""
-    known = others = 0
+class Limit(NamedTuple):
+    """What a tool cannot judge: cases that are left out for it, or reports that are none."""
+
+    tool: str
+    reason: str
+    cases: str = ""
+    """Expression for the names of cases that are left out."""
+    writer: str = ""
+    """Name of the function whose writes to shared memory are taken for races with what reads them."""
+
+
+LIMITS = (
+    Limit(
+        "racecheck",
+        "a warp writes scale and shift of the channels, __syncwarp() orders its lanes' writes before lane 0's arrive "
+        "at a barrier, and who reads waits for that; the tool knows of writes of the lane that arrives only (of 4000 "
+        "hazards, the writers were lanes 1 to 15, and never lane 0)",
+        writer="fold_channels<",
+    ),
+)
+
+
+def known_reports(tool: str, output: str) -> tuple[dict[str, int], int]:
+    """How many reports of races in the output are those of a limit, by its reason, and how many are others."""
+    known: dict[str, int] = {}
+    others = 0
     for record in output.split("Race reported between ")[1:]:
         first, *lines = record.splitlines()
         accesses = [first, *(line for line in lines if re.match(r"=========\s+and ", line))]
         writes = [access for access in accesses if "Write access" in access]
-        if writes and len(writes) < len(accesses) and all(KNOWN_WRITER in write for write in writes):
-            known += 1
+        for limit in LIMITS:
+            of_limit = limit.tool == tool and limit.writer and all(limit.writer in write for write in writes)
+            if of_limit and writes and len(writes) < len(accesses):
+                known[limit.reason] = known.get(limit.reason, 0) + 1
+                break
         else:
             others += 1
     return known, others
 
 
-def verdict(output: str, status: int) -> tuple[bool, str]:
-    """Whether a tool's output says that everything was run and nothing found, and its last line on it."""
+class Verdict(NamedTuple):
+    clean: bool
+    """All cases were run, and nothing was reported but what a limit explains."""
+    summary: str
+    known: dict[str, int]
+    """Reports that are none, by reason."""
+
+
+def verdict(tool: str, output: str, status: int) -> Verdict:
+    """What a tool's output says."""
+    known, others = known_reports(tool, output)
     summaries = re.findall(r"(?:ERROR|RACECHECK|LEAK) SUMMARY: .*", output)
-    ran = re.search(r"^\d+ cases ran$", output, re.MULTILINE)
+    ran = re.search(rf"^\d+ cases ran($|{OUT_OF_TIME})", output, re.MULTILINE)
     if not summaries or not ran:
-        return False, f"did not come to its end (status {status})"
+        return Verdict(False, f"did not come to its end (status {status})", known)
     clean = all(re.search(r"SUMMARY: 0 (?:errors|hazards)\b", summary) for summary in summaries)
-    known, others = races(output)
     displayed = re.search(r"SUMMARY: (\d+) hazards? displayed", summaries[-1])
-    if known and not others and displayed and int(displayed.group(1)) == known:
-        return (
-            status == 0,
-            f"nothing but {known} known reports: writes of {KNOWN_WRITER[:-1]}, ordered by __syncwarp()",
-        )
-    return clean and status == 0, summaries[-1]
+    if known and not others and displayed and int(displayed.group(1)) == sum(known.values()):
+        return Verdict(status == 0, f"nothing but {sum(known.values())} known reports", known)
+    return Verdict(clean and status == 0, summaries[-1], known)
 
 
-def run_tool(tool: str, only: str, limit: float) -> dict[str, Any]:
-    """All cases under one tool. Where the tool itself ends the process, it goes on behind the case."""
+def left_out(tool: str) -> list[Limit]:
+    return [limit for limit in LIMITS if limit.tool == tool and limit.cases]
+
+
+def run_family(tool: str, family: str, only: str, begun: int, until: float) -> dict[str, Any]:
+    """The cases of a family from number `begun` on under a tool, up to a time of time.monotonic(). Where the tool
+    itself ends the process, it goes on behind the case."""
     started = time.monotonic()
-    begun, broken, problems = 0, [], False
-    while True:
-        left = limit - (time.monotonic() - started)
-        output, status, names = _run_once(tool, only, begun, left)
+    broken: list[str] = []
+    known: dict[str, int] = {}
+    problems: list[str] = []
+    ended = False
+    while (left := until - time.monotonic()) > 0:
+        output, status, names = _run_once(tool, family, only, begun, left)
+        if status == 124:  # killed in a case, with what has not been printed of the others
+            break
         begun += len(names)
-        clean, summary = verdict(output, status)
-        if not clean:
-            print(output if len(output) < 16000 else output[:8000] + "\n...\n" + output[-8000:])
+        clean, summary, found = verdict(tool, output, status)
+        for reason, count in found.items():
+            known[reason] = known.get(reason, 0) + count
+        if clean:
+            ended = OUT_OF_TIME not in output
+            break
+        print(output if len(output) < 16000 else output[:8000] + "\n...\n" + output[-8000:], flush=True)
         if TOOL_ERROR in output and names and len(broken) < MOST_BROKEN:
-            _, others = races(output)
-            problems |= others > 0
             broken.append(names[-1].removeprefix("case "))
+            if known_reports(tool, output)[1]:
+                problems.append(f"{family}: {summary}")
             continue
+        ended = "SUMMARY" in output and " cases ran\n" in output
+        problems.append(f"{family}: {summary}")
         break
-    if broken:
-        summary += f"; the tool itself failed in {len(broken)} cases: {', '.join(broken)}"
-    clean = clean and not problems and not broken
-    seconds = round(time.monotonic() - started, 1)
-    print(f"{tool}: {'clean' if clean else 'NOT CLEAN'}, {begun} cases, {seconds} s: {summary}", flush=True)
     return {
-        "tool": tool,
-        "clean": clean,
-        "cases": begun,
-        "summary": summary,
-        "broken": broken,
-        "seconds": seconds,
-    }
+        "tool": tool, "family": family, "ended": ended, "cases": begun, "known": known, "problems": problems,
+        "broken": broken, "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
 
 
-def _run_once(tool: str, only: str, first: int, limit: float) -> tuple[str, int, list[str]]:
-    """Output, exit status, and the cases that were begun."""
+def _run_once(tool: str, family: str, only: str, first: int, limit: float) -> tuple[str, int, list[str]]:
+    """Output, exit status (124: killed), and the cases that were begun. They end by themselves when time is over; a
+    case that takes a minute more is stuck."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cases"
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no"]
-        if tool != "initcheck":
-            command += ["--kernel-name", OURS]
-        command += [sys.executable, str(CASES), "--only", only, "--log", str(log), "--first", str(first)]
+        command += [*OPTIONS[tool], "--kernel-name", OURS, sys.executable, str(CASES), "--only", only]
+        command += ["--families", family, "--log", str(log), "--first", str(first), "--limit", str(limit)]
+        if skipped := left_out(tool):
+            command += ["--skip", "|".join(f"(?:{limit.cases})" for limit in skipped)]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": _path()}
         environment["TORCH_SHOW_CPP_STACKTRACES"] = "0"
         try:
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(limit, 1),
-                env=environment, cwd=ROOT, check=False,
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit + STUCK,
+                env=environment, cwd=ROOT, check=False, errors="replace",
             )  # fmt: skip
             output, status = done.stdout, done.returncode
         except subprocess.TimeoutExpired as expired:
@@ -132,31 +179,148 @@ def _path() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
+def summarize(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The verdict on a tool out of those on its families."""
+    problems = [problem for part in parts for problem in part["problems"]]
+    broken = [name for part in parts for name in part["broken"]]
+    missing = [part["family"] for part in parts if not part["ended"]]
+    known: dict[str, int] = {}
+    for part in parts:
+        for reason, count in part["known"].items():
+            known[reason] = known.get(reason, 0) + count
+    limits = [f"{count} reports are none: {reason}" for reason, count in known.items()]
+    limits += [f"cases /{limit.cases}/ left out: {limit.reason}" for limit in left_out(tool)]
+    words = list(problems)
+    if broken:
+        words.append(f"the tool itself failed in {len(broken)} cases: {', '.join(broken)}")
+    if missing:
+        words.append(f"not at their end: {', '.join(missing)}")
+    return {
+        "tool": tool,
+        "clean": not words,
+        "cases": sum(part["cases"] for part in parts),
+        "summary": "; ".join(words) or "nothing found",
+        "limits": limits,
+        "broken": broken,
+        "seconds": round(sum(part["seconds"] for part in parts), 1),
+    }
+
+
+def run_all(
+    tools: list[str],
+    families: list[str],
+    only: str,
+    limit: float,
+    jobs: int,
+    before: list[dict[str, Any]],
+    save: Any,
+) -> list[dict[str, Any]]:
+    """The parts, one for each tool and family: those of `before` that are at their end are not run again."""
+    until = time.monotonic() + limit
+    earlier = {(part["tool"], part["family"]): part for part in before}
+    parts = dict(earlier)
+    lock = threading.Lock()
+
+    def run(key: tuple[str, str]) -> None:
+        old = earlier.get(key)
+        part = run_family(*key, only, old["cases"] if old else 0, until)
+        if old:
+            for name in ("problems", "broken"):
+                part[name] = old[name] + part[name]
+            part["known"] = {
+                reason: old["known"].get(reason, 0) + part["known"].get(reason, 0)
+                for reason in {**old["known"], **part["known"]}
+            }
+            part["seconds"] = round(part["seconds"] + old["seconds"], 1)
+        state = "clean" if part["ended"] and not part["problems"] and not part["broken"] else "NOT CLEAN"
+        print(f"{key[0]} {key[1]}: {state}, {part['cases']} cases, {part['seconds']} s", flush=True)
+        with lock:
+            parts[key] = part
+            save(list(parts.values()))
+
+    wanted = [(tool, family) for tool in tools for family in families]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, (key for key in wanted if not (key in earlier and earlier[key]["ended"]))))
+    return list(parts.values())
+
+
+def _names(text: str, known: tuple[str, ...]) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(known)):
+        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: there are {', '.join(known)}")
+    return names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--tools", type=lambda text: _names(text, TOOLS), default=list(TOOLS))
+    parser.add_argument(
+        "--families",
+        type=lambda text: _names(text, tuple(FAMILIES)),
+        default=list(FAMILIES),
+        metavar="NAME,NAME",
+    )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of each tool")
+    parser.add_argument("--resume", action="store_true", help="go on with what is missing in FILE")
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of all tools together")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="processes at once")
     arguments = parser.parse_args()
     problem = why_not()
     if problem is None and not shutil.which("compute-sanitizer"):
         problem = "compute-sanitizer is not in PATH: install the CUDA toolkit, or add its bin folder"
+    if arguments.resume and arguments.out is None:
+        problem = "--resume goes on with the file of --out, which is not given"
     if problem:
         print(f"sanitize: {problem}", file=sys.stderr)
         return 2
-    command = [sys.executable, str(CASES), "--only", arguments.only]
-    if not arguments.only:
-        command.append("--kernels")
-    environment = {**os.environ, "PYTHONPATH": _path()}
-    covered = subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == 0
-    results = [run_tool(tool, arguments.only, arguments.limit) for tool in arguments.tools.split(",")]
-    if arguments.out:
+    now = {**facts(), "only": arguments.only}
+    old = None
+    if arguments.resume and arguments.out.is_file():
+        old = json.loads(arguments.out.read_text(encoding="utf-8"))
+        if old["sources"] != now["sources"] or old["only"] != arguments.only:
+            print("sanitize: the file is of other sources or cases, everything is run", flush=True)
+            old = None
+    covered = bool(old and old["all_kernels"])
+    if not covered:
+        command = [
+            sys.executable,
+            str(CASES),
+            "--only",
+            arguments.only,
+            "--families",
+            ",".join(arguments.families),
+        ]
+        whole = not arguments.only and set(arguments.families) == set(FAMILIES)
+        environment = {**os.environ, "PYTHONPATH": _path()}
+        ran = subprocess.run([*command, *["--kernels"] * whole], env=environment, cwd=ROOT, check=False)
+        covered = ran.returncode == 0
+
+    def save(parts: list[dict[str, Any]]) -> None:
+        if arguments.out is None:
+            return
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        verdicts = {**facts(), "only": arguments.only, "all_kernels": covered, "tools": results}
+        whole = {part["family"] for part in parts} == set(FAMILIES)
+        tools = [summarize(tool, [part for part in parts if part["tool"] == tool]) for tool in TOOLS]
+        tools = [tool for tool in tools if any(part["tool"] == tool["tool"] for part in parts)]
+        verdicts = {**now, "whole": whole, "all_kernels": covered, "tools": tools, "parts": parts}
         arguments.out.write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
+
+    before = old["parts"] if old else []
+    parts = run_all(
+        arguments.tools, arguments.families, arguments.only, arguments.limit, arguments.jobs, before, save
+    )
+    save(parts)
+    results = []
+    for tool in arguments.tools:
+        result = summarize(tool, [part for part in parts if part["tool"] == tool])
+        state = "clean" if result["clean"] else "NOT CLEAN"
+        print(f"{tool}: {state}, {result['cases']} cases, {result['seconds']} s: {result['summary']}")
+        for text in result["limits"]:
+            print(f"  limit of the tool: {text}")
+        results.append(result)
     return int(not covered or not all(result["clean"] for result in results))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every CUDA kernel of the library on small shapes: what scripts/sanitize.py runs under compute-sanitizer.
 
-    scripts/sanitize_cases.py [--only WORD] [--kernels]      needs a GPU
+    scripts/sanitize_cases.py [--families NAME,NAME] [--only WORD] [--kernels]      needs a GPU
 
 Without a sanitizer it is a quick check that the cases run and are finite. ``--kernels`` profiles them and exits with 1
 if a kernel of csrc/ was never launched. Inputs are made on the CPU, so that few kernels but ours run.
@@ -15,7 +15,8 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,24 @@ def network(training: bool) -> None:
 
 
 Case = tuple[str, Callable[[], None]]
+FAMILIES = {
+    "tiles": r"tile implicit_gemm/",
+    "weight gradients": r"tile wgrad/",
+    "attention": r"attention ",
+    "stem": r"(train )?stem ",
+    "depthwise": r"(train )?depthwise ",
+    "strided gradients": r"train 3x3/2 \d",
+    "forward": r"(forward|slice) ",
+    "training": r"(train|grouped) ",
+    "sums in place": r"sum in place ",
+    "maps": r"(maps|running statistics)",
+    "network": r"network ",
+}
+"""Names of families of cases, and how the names of their cases begin: a case is of the first that fits."""
+
+
+def family_of(name: str) -> str:
+    return next(family for family, pattern in FAMILIES.items() if re.match(pattern, name))
 
 
 def _kind(name: str) -> tuple[Any, ...]:
@@ -384,6 +403,9 @@ def all_cases() -> Iterator[Case]:
             yield f"attention 20x34 {short}", run(attention, (20, 34), 1, 1, dtype)
             for size in ((8, 8), (13, 16), (20, 20)):  # enough of them for the kernel for wgmma
                 yield f"attention {size} of 48 heads {short}", run(attention, size, 4, 1, dtype, batch=12)
+            if target == "sm90":  # every width of tiles, and several of them
+                for c, k in ((16, 8), (32, 72), (48, 40), (64, 136), (104, 64)):
+                    yield f"train 3x3/2 {c}to{k} {short}", run(train, Conv(2, c, 21, 18, k, 3, 2), dtype)
     yield from tiles()
     yield from weight_gradient_tiles()
     yield from backward_in_one_pass()
@@ -462,12 +484,30 @@ def declared_kernels() -> set[str]:
     return found
 
 
-def run(only: str, log: Any, skip: tuple[str, ...] = (), first: int = 0) -> int:
-    """Run the cases whose names contain `only` and no word of `skip`, from number `first` on; returns how many ran."""
+OUT_OF_TIME = ", then time was over"
+
+
+def run(
+    only: str,
+    log: Any,
+    skip: str = "",
+    first: int = 0,
+    families: Sequence[str] = tuple(FAMILIES),
+    limit: float = float("inf"),
+) -> str:
+    """Run the cases of some families whose names contain `only` and do not match `skip`, from number `first` on, until
+    `limit` seconds are over. Returns in words how many ran."""
+    until = time.monotonic() + limit
     count = 0
-    chosen = (case for case in all_cases() if only in case[0] and not any(word in case[0] for word in skip))
+    chosen = (
+        (name, function)
+        for name, function in all_cases()
+        if only in name and family_of(name) in families and not (skip and re.search(skip, name))
+    )
     for number, (name, function) in enumerate(chosen):
         if number >= first:
+            if time.monotonic() > until:
+                return f"{count} cases ran{OUT_OF_TIME}"
             print(f"case {name}", file=log, flush=True)
             torch.manual_seed(0)
             try:
@@ -475,7 +515,7 @@ def run(only: str, log: Any, skip: tuple[str, ...] = (), first: int = 0) -> int:
             except Exception as error:
                 raise RuntimeError(f"case {name}: {error}") from error
             count += 1
-    return count
+    return f"{count} cases ran"
 
 
 def main() -> int:
@@ -483,25 +523,27 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
-    parser.add_argument("--skip", default="", metavar="WORD,WORD", help="no cases whose names contain one")
+    parser.add_argument("--families", default=",".join(FAMILIES), metavar="NAME,NAME")
+    parser.add_argument("--skip", default="", metavar="PATTERN", help="no cases whose names match it")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out the first N of them")
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--kernels", action="store_true", help="fail if a kernel was never launched")
     parser.add_argument("--log", type=Path, help="file for the name of each case, before it runs")
     arguments = parser.parse_args()
-    skip = tuple(filter(None, arguments.skip.split(",")))
+    options = (arguments.skip, arguments.first, arguments.families.split(","), arguments.limit)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((arguments.log or Path(os.devnull)).open("w"))
         if not arguments.kernels:
-            print(f"{run(arguments.only, log, skip, arguments.first)} cases ran")
+            print(run(arguments.only, log, *options))
             return 0
         activity = torch.profiler.ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
-            count = run(arguments.only, log, skip, arguments.first)
+            ran = run(arguments.only, log, *options)
             torch.cuda.synchronize()
         launched = {event.name for event in profile.events()}
         declared = declared_kernels()
         missing = sorted(k for k in declared if not any(re.search(rf"\b{k}\b", name) for name in launched))
-        print(f"{count} cases launched {len(declared) - len(missing)} of {len(declared)} kernels")
+        print(f"{ran}, and launched {len(declared) - len(missing)} of {len(declared)} kernels")
         if missing:
             print(f"never launched: {', '.join(missing)}", file=sys.stderr)
         return int(bool(missing))

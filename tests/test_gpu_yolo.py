@@ -71,16 +71,26 @@ def pair(model: Any, cuda: torch.device, dtype: torch.dtype, graph: bool = False
     return ours, stock
 
 
-def check(ours: Any, stock: Any, x: torch.Tensor, precision: str, **options: Any) -> int:
-    """Detections of both, compared one to one; how many stock has. In bfloat16, whose coordinates have steps of 4
-    pixels from 512 on, NMS may keep other boxes of several good ones: most are the same."""
+def check(
+    ours: Any, stock: Any, truth: Any, x: torch.Tensor, precision: str, **options: Any
+) -> tuple[int, int]:
+    """Detections of both, each compared with those of the float64 `truth` rounded to the same dtype; how many it has,
+    and how many of them ours has. In bfloat16, whose coordinates have steps of 4 pixels from 512 on, stock's own boxes
+    are off by more than boxes may differ, so that stock is no truth; the others are compared with stock, too."""
     with torch.inference_mode():
-        mine, theirs = raw(ours(x)), raw(stock(x))
-    report = compare_detections(mine, theirs, nc=3, precision=precision, **options)
-    exact = precision != "bfloat16"
-    assert report.ok or not exact, f"{tuple(x.shape)} {precision}: {report}"
-    assert report.matched >= (0.9 if exact else 0.75) * report.stock, str(report)
-    return report.stock
+        mine, theirs, exact = raw(ours(x)), raw(stock(x)), raw(truth(x.double())).to(x.dtype)
+    reports = [
+        compare_detections(found, exact, nc=3, precision=precision, **options) for found in (mine, theirs)
+    ]
+    problems, missed = ([len(r.problems) for r in reports], [r.stock - r.matched for r in reports])
+    message = f"{tuple(x.shape)} {precision}: ours {reports[0]}\nstock {reports[1]}"
+    assert problems[0] <= 2 * problems[1], message
+    assert missed[0] <= 2 * missed[1] + 1, message
+    if precision != "bfloat16":
+        report = compare_detections(mine, theirs, nc=3, precision=precision, **options)
+        assert report.ok, f"{tuple(x.shape)} {precision}: {report}"
+        assert report.matched >= 0.9 * report.stock, str(report)
+    return reports[0].stock, reports[0].matched
 
 
 SIZES = [  # pictures, height, width
@@ -99,16 +109,18 @@ SIZES = [  # pictures, height, width
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_detections_of_any_batch_and_size(cuda, detector, pictures, precision, graph):
     ours, stock = pair(detector, cuda, DTYPES[precision], graph)
-    found = 0
+    truth = copy.deepcopy(stock).double()
+    found = matched = 0
     for count, height, width in SIZES:
         x = batch_of(pictures, count, height, width).to(cuda, DTYPES[precision])
-        found += check(ours, stock, x, precision)
+        boxes, same = check(ours, stock, truth, x, precision)
+        found, matched = found + boxes, matched + same
         if graph and count in (1, 8, 64):
             with torch.inference_mode():
                 for _ in range(3):
                     ours(x)
-            check(ours, stock, x, precision)
-    assert found >= 100
+            check(ours, stock, truth, x, precision)
+    assert found >= 100 and matched >= 0.95 * found
     if graph:
         assert vars(ours)["_fc_graphs"].counts["replays"] >= 10, graphs.describe(ours)
 
@@ -132,10 +144,11 @@ def test_detections_of_other_tasks(cuda, detector, pictures, task, precision):
     assert len(shared) == len(detector.state_dict())
     ours, stock = pair(model.eval(), cuda, DTYPES[precision])
     truth = copy.deepcopy(stock).double()
-    found = 0
+    found = matched = 0
     for count, height, width in ((1, 96, 96), (16, 96, 96), (3, 96, 160), (1, 288, 96)):
         x = batch_of(pictures, count, height, width).to(cuda, DTYPES[precision])
-        found += check(ours, stock, x, precision, rotated=task == "obb")
+        boxes, same = check(ours, stock, truth, x, precision, rotated=task == "obb")
+        found, matched = found + boxes, matched + same
         with torch.inference_mode():
             exact, mine, theirs = (
                 support.tensors(net(y)) for net, y in ((truth, x.double()), (ours, x), (stock, x))
@@ -143,7 +156,7 @@ def test_detections_of_other_tasks(cuda, detector, pictures, task, precision):
         for a, b, right in zip(mine, theirs, exact, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             assert support.error(a, right) <= 2 * support.error(b, right) + 1e-5
-    assert found >= 10
+    assert found >= 10 and matched >= 0.9 * found
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -162,30 +175,50 @@ def test_classes(cuda, detector, pictures, precision):
         assert report.ok and report.matched >= 0.9 * count, str(report)
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("batch", [1, 7])
-def test_pictures_of_odd_sizes(cuda, pictures, batch):
-    """`YOLO.predict` on pictures of sizes that are no multiples of 32, in rectangles."""
+def test_pictures_of_odd_sizes(cuda, pictures, half, batch):
+    """`YOLO.predict` on pictures of sizes that are no multiples of 32, in rectangles. In half, what stock finds in
+    float32 is the truth for both."""
     shapes = [(97, 131), (96, 96), (63, 190), (101, 77), (96, 96), (45, 45), (200, 99)]
     source = [
         cv2.copyMakeBorder(pictures[i], 0, max(h - 96, 0), 0, max(w - 96, 0), cv2.BORDER_CONSTANT)[:h, :w]
         for i, (h, w) in enumerate(shapes)
     ]
     options = dict(imgsz=192, device=0, batch=batch, verbose=False, conf=0.2, rect=True)
-    stock = YOLO(trained.trained_weights()).predict(source, **options)
+    truth = YOLO(trained.trained_weights()).predict(source, **options)
+    assert sum(len(result.boxes) for result in truth) >= 4
+    allowed = 0
+    if half:
+        stock = YOLO(trained.trained_weights()).predict(source, **options, half=True)
+        allowed = 2 * sum(map(len, differences(stock, truth, half))) + 1
     for graph in (False, True):
-        ours = patch_model(YOLO(trained.trained_weights()), cuda_graph=graph).predict(source, **options)
-        for a, b in zip(ours, stock, strict=True):
-            matched_boxes(a.boxes.data, b.boxes.data, 0.25, 1e-3, 0.05)
-    assert sum(len(result.boxes) for result in stock) >= 4
+        ours = patch_model(YOLO(trained.trained_weights()), cuda_graph=graph)
+        lacking = differences(ours.predict(source, **options, half=half), truth, half)
+        assert sum(map(len, lacking)) <= allowed, (lacking, allowed)
 
 
-def matched_boxes(ours: torch.Tensor, stock: torch.Tensor, conf: float, score: float, pixels: float) -> None:
-    """Every box above `conf` of one side has one of the other, within `score` and `pixels`."""
+def differences(ours: list[Any], truth: list[Any], half: bool) -> list[list[torch.Tensor]]:
+    """Of each picture, the boxes above 0.25 of one side without counterpart on the other."""
+    score, pixels = (0.02, 1.0) if half else (1e-3, 0.05)
+    return [
+        unmatched(a.boxes.data.float(), b.boxes.data.float(), 0.25, score, pixels)
+        for a, b in zip(ours, truth, strict=True)
+    ]
+
+
+def unmatched(
+    ours: torch.Tensor, stock: torch.Tensor, conf: float, score: float, pixels: float
+) -> list[torch.Tensor]:
+    """Boxes above `conf` of one side that have none of the other within `score` and `pixels`."""
+    lacking = []
     for left, right in ((ours, stock), (stock, ours)):
         for row in left[left[:, -2] >= conf + score]:
             near = (right[:, :4] - row[:4]).abs().amax(1) <= pixels
             near &= ((right[:, -2] - row[-2]).abs() <= score) & (right[:, -1] == row[-1])
-            assert near.any(), f"{row} has no counterpart in {right}"
+            if not near.any():
+                lacking.append(row)
+    return lacking
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -251,4 +284,5 @@ def test_export(cuda, form, half, pictures, tmp_path):
     )
     live = yolo.predict(pictures[0], imgsz=96, device=0, verbose=False, conf=0.2)[0].boxes.data
     assert len(live) > 0
-    matched_boxes(loaded.cpu(), live.cpu(), 0.25, 0.02 if half else 2e-3, 1.0 if half else 0.1)
+    lacking = unmatched(loaded.cpu(), live.cpu(), 0.25, 0.02 if half else 2e-3, 1.0 if half else 0.1)
+    assert not lacking, (lacking, loaded, live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ RACES = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnin
     ],
 )
 def test_verdict(output, status, clean):
-    assert sanitize.verdict(output, status)[0] is clean
+    assert sanitize.verdict("memcheck", output, status).clean is clean
 
 
 READ = "Race reported between Read access at TileWriter<__half>::finish+0x1 in a.cuh:639\n"
@@ -58,8 +59,43 @@ BOTH = KNOWN + "=========     and Write access at another<__half>(int)+0x2 [2 ha
 )
 def test_known_races(reports, shown, clean):
     output = RAN + "=========\n".join(reports) + RACES.format(shown, shown, 0)
-    assert sanitize.verdict(output, 0)[0] is clean
-    assert not sanitize.verdict(output, 1)[0]
+    assert sanitize.verdict("racecheck", output, 0).clean is clean
+    assert not sanitize.verdict("racecheck", output, 1).clean
+    assert not sanitize.verdict("memcheck", output, 0).clean  # it is a limit of one tool
+
+
+def test_known_races_are_counted():
+    found = sanitize.verdict("racecheck", RAN + KNOWN + KNOWN + RACES.format(2, 2, 0), 0)
+    assert list(found.known.values()) == [2] and "__syncwarp()" in next(iter(found.known))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("tile implicit_gemm/sm90/64x64x64-rows-2+2 1x1", "tiles"),
+        ("tile wgrad/sm90/window/64x64x64x10/3 3x3", "weight gradients"),
+        ("train 3x3/2 16to8 sm90 float16", "strided gradients"),
+        ("train 3x3/2 sm90 float16", "training"),
+        ("train stem nhwc float16", "stem"),
+        ("train depthwise 7 64 float16", "depthwise"),
+        ("depthwise float64", "depthwise"),
+        ("grouped by two float16", "training"),
+        ("slice sm80 float16", "forward"),
+        ("running statistics", "maps"),
+    ],
+)
+def test_families(name, family):
+    assert sanitize_cases.family_of(name) == family
+
+
+def test_every_case_has_a_family(monkeypatch):
+    """On a GPU of another architecture: names are made without one."""
+    monkeypatch.setattr(sanitize_cases, "capability", lambda: 80)
+    monkeypatch.setattr(sanitize_cases, "tiles", lambda: iter(()))
+    names = [name for name, _ in sanitize_cases.all_cases()]
+    assert len(names) == len(set(names)) > 100
+    found = {sanitize_cases.family_of(name) for name in names}
+    assert found == set(sanitize_cases.FAMILIES) - {"tiles", "weight gradients", "strided gradients"}
 
 
 def test_every_kernel_of_the_sources_is_asked_for():
@@ -75,39 +111,103 @@ def test_cases_without_a_gpu(monkeypatch, tmp_path, capsys):
     def fail():
         raise ValueError("a result is not finite")
 
-    cases = [("good", lambda: None), ("bad", fail)]
+    cases = [("maps good", lambda: None), ("maps bad", fail)]
     monkeypatch.setattr(sanitize_cases, "all_cases", lambda: iter(cases))
     log = tmp_path / "log"
-    with log.open("w") as file, pytest.raises(RuntimeError, match="case bad: a result is not finite"):
+    with log.open("w") as file, pytest.raises(RuntimeError, match="case maps bad: a result is not finite"):
         sanitize_cases.run("", file)
-    assert log.read_text().splitlines() == ["case good", "case bad"]
-    assert sanitize_cases.run("goo", sys.stdout) == 1
+    assert log.read_text().splitlines() == ["case maps good", "case maps bad"]
+    assert sanitize_cases.run("goo", sys.stdout) == "1 cases ran"
+    assert sanitize_cases.run("", sys.stdout, limit=-1) == "0 cases ran, then time was over"
+
+
+def of_tool(monkeypatch, *runs):
+    """Lets a tool have these outputs, statuses and cases, one after the other. Returns the first cases of its runs."""
+    left, firsts = list(runs), []
+
+    def once(tool, family, only, first, limit):
+        firsts.append(first)
+        return left.pop(0)
+
+    monkeypatch.setattr(sanitize, "_run_once", once)
+    return firsts
+
+
+BROKEN = (
+    KNOWN + "========= Internal Sanitizer Error: it failed\n" + RACES.format(2, 2, 0),
+    6,
+    ["case a", "case b"],
+)
+GOOD = (RAN + KNOWN + RACES.format(1, 1, 0), 0, ["case c"])
+BAD = (RAN + OTHER + RACES.format(1, 1, 0), 0, ["case c"])
+SLOW = ("1 cases ran, then time was over\n" + RACES.format(0, 0, 0), 0, ["case c"])
+STUCK = ("", 124, ["case c", "case d"])
+
+
+def run_tool(tool="racecheck"):
+    part = sanitize.run_family(tool, "forward", "", 0, time.monotonic() + 60)
+    return part, sanitize.summarize(tool, [part])
 
 
 def test_goes_on_behind_a_failure_of_the_tool(monkeypatch):
     """Which is no clean result."""
-    runs = [
-        (
-            KNOWN + "========= Internal Sanitizer Error: it failed\n" + RACES.format(2, 2, 0),
-            6,
-            ["case a", "case b"],
-        ),
-        (RAN + KNOWN + RACES.format(1, 1, 0), 0, ["case c"]),
-    ]
-    firsts = []
-    monkeypatch.setattr(
-        sanitize, "_run_once", lambda tool, only, first, limit: firsts.append(first) or runs[len(firsts) - 1]
+    firsts = of_tool(monkeypatch, BROKEN, GOOD)
+    part, result = run_tool()
+    assert firsts == [0, 2] and part["ended"] and result["cases"] == 3
+    assert result["broken"] == ["b"] and not result["clean"] and "failed in 1 cases: b" in result["summary"]
+    of_tool(monkeypatch, GOOD)
+    _, result = run_tool()
+    assert result["clean"] and result["limits"][0].startswith("1 reports are none: ")
+
+
+def test_errors_are_errors(monkeypatch):
+    of_tool(monkeypatch, BAD)
+    part, result = run_tool()
+    assert part["ended"] and part["problems"] and not result["clean"]
+
+
+def test_goes_on_with_what_is_missing(monkeypatch):
+    """Behind the case that time ran out in, and with the families that have not been run."""
+    of_tool(monkeypatch, SLOW)
+    part, result = run_tool()
+    assert part["cases"] == 1 and not part["ended"] and not result["clean"]
+    done = {**part, "family": "maps", "ended": True}
+    firsts, saved = of_tool(monkeypatch, GOOD, GOOD), []
+    parts = sanitize.run_all(
+        ["racecheck"], ["forward", "maps", "stem"], "", 60, 1, [part, done], saved.append
     )
-    result = sanitize.run_tool("racecheck", "", 60.0)
-    assert firsts == [0, 2] and result["cases"] == 3 and result["broken"] == ["b"] and not result["clean"]
-    runs[0] = runs[1]
-    firsts.clear()
-    assert sanitize.run_tool("racecheck", "", 60.0)["clean"]
+    assert firsts == [1, 0] and saved[-1] == parts
+    assert {p["family"]: p["cases"] for p in parts} == {"forward": 2, "maps": 1, "stem": 1}
+    assert sanitize.summarize("racecheck", parts)["clean"]
+
+
+def test_killed_cases_are_run_again(monkeypatch):
+    of_tool(monkeypatch, STUCK)
+    part, result = run_tool()
+    assert part["cases"] == 0 and not part["ended"] and not result["clean"]
+
+
+def test_reports_before_time_is_over_are_errors(monkeypatch):
+    of_tool(monkeypatch, (SLOW[0].replace("0 hazards", "1 hazards") + OTHER, 0, SLOW[2]))
+    part, _ = run_tool()
+    assert part["problems"] and not part["ended"]
+
+
+def test_no_time_is_not_clean():
+    part = sanitize.run_family("memcheck", "maps", "", 0, time.monotonic() - 1)
+    assert not part["ended"] and not sanitize.summarize("memcheck", [part])["clean"]
 
 
 def test_the_record_shows_it(tmp_path, monkeypatch):
     tools = [
-        {"tool": tool, "clean": tool != "racecheck", "cases": 544, "summary": "-", "seconds": 1.0}
+        {
+            "tool": tool,
+            "clean": tool != "racecheck",
+            "cases": 544,
+            "summary": "-",
+            "limits": [],
+            "seconds": 1.0,
+        }
         for tool in sanitize.TOOLS
     ]
     facts = {
@@ -119,7 +219,7 @@ def test_the_record_shows_it(tmp_path, monkeypatch):
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     (tmp_path / "junit.xml").write_text("<testsuites/>")
     (tmp_path / "sanitizer.json").write_text(
-        json.dumps({**facts, "only": "", "all_kernels": True, "tools": tools})
+        json.dumps({**facts, "only": "", "whole": True, "all_kernels": True, "tools": tools})
     )
     for module in (gpu_record, records):
         monkeypatch.setattr(module, "RECORDS", tmp_path / "records")
@@ -130,6 +230,6 @@ def test_the_record_shows_it(tmp_path, monkeypatch):
     # Of other sources it says nothing of these.
     changed = {**facts, "sources": {"csrc": "other", "package": "2"}}
     (tmp_path / "sanitizer.json").write_text(
-        json.dumps({**changed, "only": "", "all_kernels": True, "tools": tools})
+        json.dumps({**changed, "only": "", "whole": True, "all_kernels": True, "tools": tools})
     )
     assert gpu_record.collect(tmp_path) == 0 and "compute-sanitizer" not in records.table()

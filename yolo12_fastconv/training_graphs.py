@@ -335,11 +335,8 @@ class TrainingGraphs:
                 self.counts["eager calls"] += 1
                 self.running += 1
             try:
-                return function(x)
-            except RuntimeError as error:
-                if out_of_memory(error):
-                    self.drop("out of memory", now=True)
-                raise
+                with self._freed_without_memory():
+                    return function(x)
             finally:
                 with self.lock:
                     self.running -= 1
@@ -421,6 +418,16 @@ class TrainingGraphs:
             _compat.get_logger().warning("yolo12_fastconv: no CUDA graph, training runs without: %s", reason)
 
     @contextlib.contextmanager
+    def _freed_without_memory(self) -> Iterator[None]:
+        """Frees the graph where memory runs out inside: around `_in_turn`, whose end marks a replay that may run."""
+        try:
+            yield
+        except RuntimeError as error:
+            if out_of_memory(error):
+                self.drop("out of memory", now=True)
+            raise
+
+    @contextlib.contextmanager
     def _in_turn(self, x: Tensor) -> Iterator[None]:
         """What uses the graph's memory: behind what used it before, on whatever stream."""
         self.backend.begin(x)
@@ -435,17 +442,12 @@ class TrainingGraphs:
         """The outputs of a replayed forward, joined to autograd. None if the model is another than at the capture: then
         its buffers are as before."""
         call = _Call(self, entry, model, function)
-        try:
-            with self._in_turn(x):
-                entry.recording.replay(x)
-                if not entry.state.unchanged():
-                    entry.saved.restore()
-                    return None
-                outputs = _Network.apply(call, x, *entry.parameters)
-        except RuntimeError as error:
-            if out_of_memory(error):
-                self.drop("out of memory", now=True)
-            raise
+        with self._freed_without_memory(), self._in_turn(x):
+            entry.recording.replay(x)
+            if not entry.state.unchanged():
+                entry.saved.restore()
+                return None
+            outputs = _Network.apply(call, x, *entry.parameters)
         entry.last = weakref.ref(call)
         entry.replays += 1
         self.counts["replays"] += 1
@@ -465,23 +467,17 @@ class TrainingGraphs:
         with self.backend.guard(x):
             with self.lock:
                 reason = self._why_again(call, given)
-                try:
-                    with self._in_turn(x):
-                        if reason is None and entry.backward is None:
-                            reason = self._capture_backward(entry, grads, given)
-                        call.consumed = True
-                        if reason is None:
-                            assert entry.backward is not None
-                            found = entry.backward(grads)
-                            if len(given) == len(entry.backward.given):
-                                return found
-                            reached = frozenset().union(*(entry.reach[index] for index in given))
-                            return [grad if place in reached else None for place, grad in enumerate(found)]
-                except RuntimeError as error:
-                    if out_of_memory(error):
-                        # Behind the mark at the end of the replay that may be running.
-                        self.drop("out of memory", now=True)
-                    raise
+                with self._freed_without_memory(), self._in_turn(x):
+                    if reason is None and entry.backward is None:
+                        reason = self._capture_backward(entry, grads, given)
+                    call.consumed = True
+                    if reason is None:
+                        assert entry.backward is not None
+                        found = entry.backward(grads)
+                        if len(given) == len(entry.backward.given):
+                            return found
+                        reached = frozenset().union(*(entry.reach[index] for index in given))
+                        return [grad if place in reached else None for place, grad in enumerate(found)]
                 if self.entry is entry:
                     self.repeats = min(2 * self.repeats, _MAX_REPEATS)
                     self._free(reason)

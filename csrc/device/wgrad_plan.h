@@ -29,6 +29,7 @@ struct WgradPlan {
 constexpr int kWgradRowWidths[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
 constexpr int kWgradWindowWidths[] = {48, 96, 192};
 constexpr int kWgradSharedBytes = 227 * 1024;
+constexpr int kWgradMostTailBytes = 2048 - 16 * 32;  // wgrad_tail_bytes(), and barriers
 constexpr int kWgradMaxStages = 16;
 
 constexpr int wgrad_max_warpgroups(int width) { return width <= 96 ? 4 : width <= 192 ? 3 : 2; }
@@ -53,9 +54,16 @@ inline int wgrad_x_bytes(const ConvShape& s, const WgradPlan& p) {
   const WgradWindow window = wgrad_window(s, p);
   return window.planes * window.plane_bytes;
 }
-inline int wgrad_stage_bytes(const ConvShape& s, const WgradPlan& p) {
-  return round_up(wgrad_grad_bytes(p) + wgrad_x_bytes(s, p), 1024);
+// x comes first. compute-sanitizer takes an operand for dense: 16 pixels of all columns, one behind the other, where the
+// taps of a window share pixels. With grad_z behind it, which is at least as large, that is inside of the block's memory.
+inline int wgrad_grad_offset(const ConvShape& s, const WgradPlan& p) {
+  return round_up(wgrad_x_bytes(s, p), 8 * p.grad_row_bytes);
 }
+inline int wgrad_stage_bytes(const ConvShape& s, const WgradPlan& p) {
+  return round_up(wgrad_grad_offset(s, p) + wgrad_grad_bytes(p), 1024);
+}
+// As dense, the 64 rows of a product's sums are 2048 bytes of grad_z, which has fewer channels: room behind the last stage.
+inline int wgrad_tail_bytes(const WgradPlan& p) { return 2048 - 16 * p.grad_row_bytes; }
 
 // Stages that all output pixels take.
 inline int64_t wgrad_pixel_stages(const ConvShape& s, const WgradPlan& p) {

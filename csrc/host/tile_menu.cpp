@@ -356,9 +356,12 @@ std::string kernel_name(const KernelChoice& choice, const ConvShape& s) {
       return sm90_name(choice.shared.channels > 0 ? choice.shared : choice.sm90);
     case Family::kDepthwiseMma: return "depthwise/mma/" + filter;
     case Family::kDepthwise: return "depthwise/simt/" + filter;
-    case Family::kStem:
-      return "stem/mma/3x3s" + std::to_string(s.stride_h) +
-             (s.stride_w == s.stride_h ? "" : "x" + std::to_string(s.stride_w));
+    case Family::kStem: {
+      std::string name = "stem/mma/3x3s" + std::to_string(s.stride_h);
+      // Not "x" + std::to_string(): inlined, GCC 12 takes that for a copy that overlaps (-Wrestrict).
+      if (s.stride_w != s.stride_h) name.append("x").append(std::to_string(s.stride_w));
+      return name;
+    }
     case Family::kDirect: return "direct/simt";
     case Family::kAten: return "aten/float";
   }

@@ -56,7 +56,7 @@ void for_each_tile(const ConvShape& s, Function&& function) {
   WgradPlan p;
   p.grad_row_bytes = row_bytes(s.out_channels);
   const auto call = [&] {
-    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - 1024) / wgrad_stage_bytes(s, p));
+    p.stages = std::min(kWgradMaxStages, (kWgradSharedBytes - kWgradMostTailBytes) / wgrad_stage_bytes(s, p));
     if (p.stages >= 2) function(p);
   };
   if (s.pointwise()) {

@@ -41,8 +41,8 @@ struct KernelArgs {
   CUtensorMap grad, x;
   bool window;
   int warpgroups, stages, stage_bytes, filled_bytes;
-  int grad_copies, grad_copy_channels, grad_copy_bytes;  // of a stage
-  int x_offset, x_copies, x_copy_channels, x_copy_bytes;
+  int grad_offset, grad_copies, grad_copy_channels, grad_copy_bytes;  // of a stage, behind x
+  int x_copies, x_copy_channels, x_copy_bytes;
   int rounds;  // of steps over 16 pixels in a stage, as many as are unrolled
   bool five_steps;  // else four
   int grad_row_bytes, grad_group_bytes, grad_step;  // from eight pixels to the next; steps in 16 bytes
@@ -89,11 +89,11 @@ __device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t lea
     barrier_expect(leads, filled, args.filled_bytes);
     if (args.window) {
       const int column = q * 8, row = p * args.tile_rows;
-      load_box(leads, to, &args.grad, filled, work.first_filter, column, row, n);
+      load_box(leads, to + args.grad_offset, &args.grad, filled, work.first_filter, column, row, n);
       const int left = column * args.stride - args.pad_w, top = row * args.stride - args.pad_h;
       for (int plane = 0; plane < args.x_copies; ++plane) {  // one, or four: residues (y, x)
-        load_box(leads, to + args.x_offset + plane * args.x_copy_bytes, &args.x, filled, work.first_channel,
-                 left + (plane & 1), top + (plane >> 1), n);
+        load_box(leads, to + plane * args.x_copy_bytes, &args.x, filled, work.first_channel, left + (plane & 1),
+                 top + (plane >> 1), n);
       }
       if (++q == args.tiles_w) {
         q = 0;
@@ -105,11 +105,11 @@ __device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t lea
     } else {
       const int pixel = i * args.pixels;
       for (int copy = 0; copy < args.grad_copies; ++copy) {
-        load_box(leads, to + copy * args.grad_copy_bytes, &args.grad, filled,
+        load_box(leads, to + args.grad_offset + copy * args.grad_copy_bytes, &args.grad, filled,
                  work.first_filter + copy * args.grad_copy_channels, pixel, 0, 0);
       }
       for (int copy = 0; copy < args.x_copies; ++copy) {
-        load_box(leads, to + args.x_offset + copy * args.x_copy_bytes, &args.x, filled,
+        load_box(leads, to + copy * args.x_copy_bytes, &args.x, filled,
                  work.first_channel + copy * args.x_copy_channels, pixel, 0, 0);
       }
     }
@@ -135,14 +135,14 @@ class Worker {
     grad_layout_ = descriptor_layout(args.grad_row_bytes, args.grad_group_bytes);
     x_layout_ = descriptor_layout(args.x_row_bytes, args.x_group_bytes);
     // Fewer than 64 output channels: the blocks behind them are the first one again, and not stored.
-    first_grad_ = transposed_start(stages + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
-    const uint32_t x = stages + args.x_offset;
+    first_grad_ = transposed_start(stages + args.grad_offset + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
     if (kSplit) {  // rows 0 and 2 of the filter read the residue 0 of the rows of x, row 1 the other
-      const uint32_t plane = x + (warpgroup & 1) * 2 * args.x_copy_bytes + (warpgroup >> 1) * args.filter_row_bytes;
+      const uint32_t plane =
+          stages + (warpgroup & 1) * 2 * args.x_copy_bytes + (warpgroup >> 1) * args.filter_row_bytes;
       first_x_ = transposed_start(plane, args.x_block_bytes);
       first_inner_ = transposed_start(plane + args.x_copy_bytes, 0);
     } else {
-      first_x_ = transposed_start(x + (args.window ? warpgroup * args.filter_row_bytes : 0), args.x_block_bytes);
+      first_x_ = transposed_start(stages + (args.window ? warpgroup * args.filter_row_bytes : 0), args.x_block_bytes);
       first_inner_ = 0;
     }
   }
@@ -370,7 +370,7 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
   k.warpgroups = plan.warpgroups;
   k.stages = plan.stages;
   k.stage_bytes = wgrad_stage_bytes(s, plan);
-  k.x_offset = wgrad_grad_bytes(plan);
+  k.grad_offset = wgrad_grad_offset(s, plan);
   k.grad_copy_channels = grad_channels;
   k.grad_copy_bytes = plan.pixels * plan.grad_row_bytes;
   k.x_copy_channels = x_channels;
@@ -437,7 +437,7 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
   k.slice_floats = wgrad_slice_floats(s);
 
   constexpr auto kKernel = wgrad_sm90_kernel<T, kWidth, kSplit>;
-  const int shared_bytes = k.stages * k.stage_bytes + 2 * 8 * k.stages;
+  const int shared_bytes = k.stages * k.stage_bytes + std::max(2 * 8 * k.stages, wgrad_tail_bytes(plan));
   allow_shared_bytes(kKernel, shared_bytes);
   const unsigned int grid = checked_grid(int64_t(k.filter_tiles) * k.channel_tiles * k.slices, kName);
   launch_dependent<kKernel>(kName, grid, 128 * k.warpgroups + 32, shared_bytes, stream, k);
