@@ -220,7 +220,7 @@ STATS = [
 )
 def test_statistics_of_the_output(cuda, convs, offset, dtype):
     """Mean and variance are those of z as it is stored, also `offset` deviations from zero; z is inference's, bit for
-    bit where the same kernel computes it: those for small grids have no statistics."""
+    bit where the same kernel computes it: those for small grids and of wide tiles have no statistics."""
     problems = []
     for index, conv in enumerate(convs):
         (n, c, h, w), k, kernel, stride, padding, dilation = conv
@@ -261,7 +261,8 @@ def test_statistics_of_the_output(cuda, convs, offset, dtype):
         ]
         if int(batches) != 2:
             problems.append(f"{conv}, {name}: {int(batches)} batches")
-        rounding = torch.finfo(dtype).eps * plain.abs().max() if name.endswith("-once") else 0
+        other = name.endswith("-once") or int(re.split("[/x]", name)[3]) > 128
+        rounding = torch.finfo(dtype).eps * plain.abs().max() if other else 0
         if not ((z - plain).abs() <= rounding).all():
             problems.append(f"{conv}, {name}: z differs from inference's")
         if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
@@ -307,8 +308,9 @@ def test_statistics_far_from_zero_and_after_unlike_rows(cuda, dtype):
                     _y, mean, var = ops.conv_bn_act_train(x, weight, None, None, None, 1e-3)
                     exact_var, exact_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
                     spread = exact_var.sqrt()
-                    # Differences are rounded to 11 or 8 bits where they are not exact.
-                    limit = 1e-5 if dtype is torch.float16 else 8e-5
+                    # Differences of a few values are rounded to 11 or 8 bits: in bfloat16, with 243 pixels,
+                    # the mean was off by up to 2.5e-4 of the spread or the variance by 5e-4.
+                    limit = torch.finfo(dtype).eps * (0.01 + 8 / (x.numel() // channels))
                     wrong = max(
                         ((mean - exact_mean).abs() / (spread + offset * 0.1)).max().item() / limit,
                         ((var - exact_var).abs() / exact_var).max().item()
