@@ -72,8 +72,8 @@ LIMITS = (
     ),
     Limit(
         "initcheck",
-        "what the copy engine (TMA) has written counts as not written, and so does what kernels of PyTorch have; so all "
-        "runs with the sm80 target",
+        "what the copy engine (TMA) has written counts as not written, and so does what kernels of PyTorch have; so "
+        "all runs with the sm80 target",
         cases=r" sm90|/sm90/|^network ",
     ),
 )
