@@ -126,7 +126,7 @@ def _sanitizer(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     """Verdicts of scripts/sanitize.py on all cases and these kernels, or None."""
     file = folder / "sanitizer.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    if found is None or found["only"] or not found["whole"] or found["gpu"] != record["gpu"]:
+    if found is None or found["only"] or not found.get("whole") or found["gpu"] != record["gpu"]:
         return None
     if found["sources"]["csrc"] != record["sources"]["csrc"]:
         return None
