@@ -292,12 +292,11 @@ def tiles() -> Iterator[Case]:
         "1x1 shared": Conv(1, 128, 34, 64, 1024, 1),
         "3x3 shared": Conv(1, 64, 34, 64, 1024, 3),
     }
-    # Of the sm90 kernel for small grids: through a ring, and in parts of 16 channels.
+    # Of the sm90 kernel for small grids: through a ring.
     small = {
         "1x1 long": Conv(1, 1144, 9, 15, 128, 1),
         "3x3 long": Conv(1, 512, 13, 11, 64, 3),
         "3x3/2 long": Conv(1, 256, 21, 18, 64, 3, 2),
-        "3x3 of 48": Conv(1, 48, 17, 19, 48, 3),
     }
     seen: set[tuple[Any, ...]] = set()
     for target in ("sm90", "sm80") if capability() == 90 else ("sm80",):

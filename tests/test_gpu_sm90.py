@@ -581,10 +581,10 @@ SMALL = [
     Conv((1, 128, 20, 20), 128, 3, 2, 1, 1),
     Conv((1, 16, 30, 41), 32, 3, 2, 1, 1),
     Conv((2, 36, 19, 22), 52, 3, 2, 0, 1),
-    # Parts of 16 channels.
+    # Half a part, and a part and a quarter.
     Conv((1, 48, 21, 30), 48, 3, 1, 1, 1),
     Conv((2, 80, 17, 11), 64, 3, 1, 1, 1),
-    # Reductions that go through a ring, the last with pixels that the second worker has none of.
+    # Reductions that go through a ring; the last one's tiles do not divide among two workers.
     Conv((1, 1100, 17, 23), 128, 1, 1, 0, 1),
     Conv((2, 1920, 9, 11), 192, 1, 1, 0, 1),
     Conv((1, 512, 20, 19), 64, 3, 1, 1, 1),

@@ -16,7 +16,7 @@ namespace yolo12_fastconv {
 struct Sm90OncePlan {
   int channels = 0;  // output channels of a tile; 0: no plan
   int workers = 0;
-  int row_bytes = 0;  // a part of the input channels: 128, 96, 64 or 32
+  int row_bytes = 0;  // a part of the input channels: 128, 64 or 32
   bool operator==(const Sm90OncePlan&) const = default;
 };
 
@@ -36,7 +36,6 @@ constexpr int once_store_channels(int channels) { return channels % 32 == 0 ? 32
 constexpr int once_store_bytes(int channels) { return once_store_channels(channels) / 2; }
 // What is compiled.
 constexpr bool once_has_kernel(int channels, int row_bytes, OnceMode mode) {
-  if (row_bytes == 96) return mode == OnceMode::kWindow && channels == 48;
   if (row_bytes == 32) return mode != OnceMode::kRows && channels <= 32;
   return channels < 128 || (row_bytes == 128 && mode == OnceMode::kRows);
 }
@@ -45,9 +44,6 @@ constexpr bool once_has_ring(int channels, int row_bytes, OnceMode mode) {
   if (mode == OnceMode::kRows) return row_bytes == 128 && channels >= 32;
   return row_bytes == 64 && (channels == 32 || channels == 64);
 }
-
-// From one row of a part to the next in shared memory. What is copied beyond 96 bytes is multiplied by nothing.
-constexpr int once_pitch(int row_bytes) { return row_bytes == 96 ? 128 : row_bytes; }
 
 // Of a worker's pixels for one part of the input channels: planes (residues of the stride), their pixels, and the rows that
 // they take, whole periods of the swizzle.
@@ -84,10 +80,9 @@ inline OnceLayout once_layout(const ConvShape& s, const Sm90OncePlan& p, int sta
   const OnceMode mode = once_mode(s);
   const OncePixels pixels = once_pixels(mode);
   const bool ring = stages < once_parts(s, p);
-  const int pitch = once_pitch(p.row_bytes);
   OnceLayout l;
-  l.pixels = round_up(stages * once_taps(mode) * p.channels * pitch, 1024);
-  l.affine = l.pixels + p.workers * stages * pixels.planes * pixels.rows * pitch;
+  l.pixels = round_up(stages * once_taps(mode) * p.channels * p.row_bytes, 1024);
+  l.affine = l.pixels + p.workers * stages * pixels.planes * pixels.rows * p.row_bytes;
   l.barriers = l.affine + p.channels * 8;
   l.bytes = std::max(kSm90LeastSharedBytes, l.barriers + 8 * stages * (once_groups(mode) + p.workers + ring));
   return l;

@@ -15,8 +15,8 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
       s.out_pixels() >= kLongest || s.in_pixels() >= kLongest) {
     return plans;
   }
-  int row_bytes = sm90_row_bytes(s, 2);
-  if (s.pointwise()) row_bytes = std::max(row_bytes, 64);
+  int usual_bytes = sm90_row_bytes(s, 2);
+  if (s.pointwise()) usual_bytes = std::max(usual_bytes, 64);
   const auto add = [&](int row_bytes, bool only_rings) {
     // Copied tap by tap, weights behind the last channel are those of the next tap, or anything.
     const bool whole = s.pointwise() || s.in_channels * 2 % row_bytes == 0;
@@ -34,10 +34,9 @@ std::vector<Sm90OncePlan> sm90_once_plans(const ConvShape& s) {
       }
     }
   };
-  add(row_bytes, false);
-  if (s.pointwise()) return plans;
-  if (row_bytes == 128 && s.in_channels % 32 == 0) add(64, true);
-  if (s.in_channels % 48 == 0) add(96, false);
+  add(usual_bytes, false);
+  // Of 3x3, halves of a part: more of them fit a ring.
+  if (!s.pointwise() && usual_bytes == 128 && s.in_channels % 32 == 0) add(64, true);
   return plans;
 }
 

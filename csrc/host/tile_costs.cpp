@@ -154,8 +154,8 @@ double sm90_once_cycles(const ConvShape& s, const Sm90OncePlan& p, const TileCos
   const OnceMode mode = once_mode(s);
   const OncePixels pixels = once_pixels(mode);
   const int parts = once_parts(s, p), taps = once_taps(mode);
-  const double bytes = double(parts) * once_pitch(p.row_bytes) *
-                       (double(taps) * p.channels + double(p.workers) * pixels.planes * pixels.pixels);
+  const double bytes =
+      double(parts) * p.row_bytes * (double(taps) * p.channels + double(p.workers) * pixels.planes * pixels.pixels);
   const double products = double(p.workers) * parts * taps * (p.row_bytes / 32) *
                           std::max(p.channels / 2.0, c.once_shared_read + p.channels / 4.0);
   const bool single = p.channels == once_store_channels(p.channels);

@@ -87,9 +87,8 @@ template <class T, int kChannels, int kRowBytes, OnceMode kMode, bool kRing>
 struct OnceKernel {
   static constexpr OncePixels kPixels = once_pixels(kMode);
   static constexpr int kSteps = kRowBytes / 32, kTaps = once_taps(kMode), kGroups = once_groups(kMode);
-  static constexpr int kPitch = once_pitch(kRowBytes);
-  static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kPitch;
-  static constexpr int kPlaneBytes = kPixels.rows * kPitch, kPartBytes = kPixels.planes * kPlaneBytes;
+  static constexpr int kGroupTaps = kTaps / kGroups, kTapBytes = kChannels * kRowBytes;
+  static constexpr int kPlaneBytes = kPixels.rows * kRowBytes, kPartBytes = kPixels.planes * kPlaneBytes;
   static constexpr int kWindow = kMode == OnceMode::kWindow ? 10 : 9;  // pixels a side
   static constexpr int kWords = kChannels / 8;  // of two channels, that a thread has of a pixel
   static constexpr int kStoreChannels = once_store_channels(kChannels);  // of four threads at once
@@ -121,7 +120,7 @@ struct OnceKernel {
   // A whole warp: asks for a part of the pixels of a worker's tile.
   static __device__ __forceinline__ void load_part(const OnceArgs& args, uint32_t leads, int channel, int left, int top,
                                                    const Position& at, uint32_t to, uint32_t barrier) {
-    barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kPitch);
+    barrier_expect(leads, barrier, kPixels.planes * kPixels.pixels * kRowBytes);
     if constexpr (kMode == OnceMode::kRows) {
       load_box(leads, to, &args.x, barrier, channel, at.pixel, 0, 0);
     } else {
@@ -224,8 +223,8 @@ struct OnceKernel {
   static __device__ __forceinline__ void multiply_part(float (&sum)[kChannels / 2], uint32_t a, uint32_t b,
                                                        uint32_t pixel_barrier, uint32_t weight_barrier,
                                                        uint32_t parity) {
-    const uint32_t pixel_layout = descriptor_layout(kPitch, (kMode == OnceMode::kRows ? 8 : kWindow) * kPitch);
-    const uint32_t weight_layout = descriptor_layout(kPitch, 8 * kPitch);
+    const uint32_t pixel_layout = descriptor_layout(kRowBytes, (kMode == OnceMode::kRows ? 8 : kWindow) * kRowBytes);
+    const uint32_t weight_layout = descriptor_layout(kRowBytes, 8 * kRowBytes);
     barrier_wait(pixel_barrier, parity);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -236,7 +235,7 @@ struct OnceKernel {
         const int tap = group * kGroupTaps + i;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          wgmma<T, kChannels>(sum, descriptor(pixel_layout, a + tap_row<kMode>(tap) * (kPitch / 16) + 2 * k),
+          wgmma<T, kChannels>(sum, descriptor(pixel_layout, a + tap_row<kMode>(tap) * (kRowBytes / 16) + 2 * k),
                               descriptor(weight_layout, b + tap * (kTapBytes / 16) + 2 * k));
         }
       }
@@ -537,21 +536,21 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan) 
   const ConvShape& s = a.shape;
   const Strides x = strides_of_pixels(a);
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements * 2); };
-  const int pitch = once_pitch(plan.row_bytes);
-  const auto channels = static_cast<cuuint32_t>(pitch / 2);
+  const auto channels = static_cast<cuuint32_t>(plan.row_bytes / 2);
   const auto c = static_cast<cuuint64_t>(s.in_channels);
   if (s.pointwise()) {
     const auto pixels = static_cast<cuuint64_t>(s.in_pixels());
     const cuuint64_t all = bytes(x.w) * pixels;
     return tensor_map(kName, "x", map_type(dtype), a.x, {c, pixels, 1, 1}, {bytes(x.w), all, all}, {channels, 64, 1, 1},
-                      {1, 1, 1, 1}, pitch);
+                      {1, 1, 1, 1}, plan.row_bytes);
   }
   const auto step = static_cast<cuuint32_t>(s.stride_h);
   const cuuint32_t side = step == 1 ? 10 : 9;  // a box is counted in elements before striding
   return tensor_map(
       kName, "x", map_type(dtype), a.x,
       {c, static_cast<cuuint64_t>(s.in_w), static_cast<cuuint64_t>(s.in_h), static_cast<cuuint64_t>(s.batch)},
-      {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1}, pitch);
+      {bytes(x.w), bytes(x.h), bytes(x.n)}, {channels, side * step, side * step, 1}, {1, step, step, 1},
+      plan.row_bytes);
 }
 
 // (K, R * S, C), rows of C padded to 16 bytes, as (c, e, t, i, group): see the top. In a tile of one group, taps take the
@@ -561,22 +560,21 @@ CUtensorMap weight_map(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan)
   static const auto encode = tensor_map_encoder<Encode>(kName, "cuTensorMapEncodeTiled");
   const ConvShape& s = a.shape;
   const int taps = s.kernel_h * s.kernel_w, group = once_store_channels(plan.channels);
-  const int pitch = once_pitch(plan.row_bytes);
   const bool single = plan.channels == group;
   const auto c = static_cast<cuuint64_t>(s.in_channels), pairs = static_cast<cuuint64_t>(s.out_channels / 2);
   const cuuint64_t tap = cuuint64_t(round_up(s.in_channels, 8)) * 2, filter = tap * taps;
   const cuuint64_t fifth = single ? taps : plan.channels / group;
   const cuuint64_t size[5] = {single || taps == 1 ? c : filter / 2, 2, 4, pairs, fifth};
   const cuuint64_t stride[4] = {filter, filter * (group / 4), filter * 2, single ? tap : filter * group};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(pitch / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(plan.row_bytes / 2), 2, 4, static_cast<cuuint32_t>(group / 8),
                              static_cast<cuuint32_t>(!single     ? plan.channels / group
                                                      : taps == 1 ? 1
                                                                  : 3)};
   const cuuint32_t step[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status = encode(&map, map_type(dtype), 5, const_cast<void*>(a.weight), size, stride, box, step,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(pitch), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check_tensor_map(status, kName, "weight");
   return map;
 }
@@ -665,7 +663,6 @@ void choose_row(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaSt
   switch (plan.row_bytes) {
     case 32: return choose_mode<T, kChannels, 32>(a, dtype, plan, stream);
     case 64: return choose_mode<T, kChannels, 64>(a, dtype, plan, stream);
-    case 96: return choose_mode<T, kChannels, 96>(a, dtype, plan, stream);
     default: return choose_mode<T, kChannels, 128>(a, dtype, plan, stream);
   }
 }
