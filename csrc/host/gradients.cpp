@@ -258,8 +258,7 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   const Affine& affine = in.affine;
   if (!is_float_or_absent(affine.gamma) || !is_float_or_absent(affine.beta) || !is_float_or_absent(affine.mean) ||
       !is_float_or_absent(affine.var) || !is_aligned_matrix(x, dtype) || !is_aligned_matrix(in.z, dtype) ||
-      !dense_filter ||
-      !has_aligned_pixels(filter, dtype)) {
+      !dense_filter || !has_aligned_pixels(filter, dtype)) {
     return std::nullopt;
   }
   check_grad(in.grad_y, "grad_y", {s.batch, s.out_channels, s.out_h, s.out_w});
