@@ -21,9 +21,7 @@ from support import (
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
-from ultralytics.nn.modules.block import A2C2f, C3k2
-from ultralytics.nn.modules.conv import Concat, Conv, DWConv
+from ultralytics.nn.modules.conv import Conv, DWConv
 
 from yolo12_fastconv import blocks, patch_model, unpatch_model
 
@@ -137,63 +135,6 @@ def test_dynamic_shapes():
     assert frames[1] <= frames[0]
 
 
-def joining(*more: nn.Module) -> nn.Module:
-    """Blocks that concatenate, in channels_last."""
-    layers = [C3k2(16, 16, 1, True), *more, A2C2f(16, 64, 1, True, 1)]
-    model = uneven(nn.Sequential(*layers)).eval().requires_grad_(False)
-    return model.to(memory_format=torch.channels_last)
-
-
-def test_compiled_concats_are_written_in_place():
-    """Inductor's program for inference copies nothing."""
-    fast = patched_copy(joining())
-    x = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-    with torch.inference_mode():
-        y, (code,) = run_and_get_code(torch.compile(fast, fullgraph=True), x)
-        assert_same([y], [fast(x)], 1e-6)
-    calls = code[code.index("def call(") :]
-    # C3k2: two parts in one and that of its C3k, which has two inside; A2C2f: two.
-    assert calls.count("conv_bn_act_out.default(") == 2 + 2 + 2
-    assert "cpp_fused" not in calls and "clone" not in calls and "copy_" not in calls
-
-
-def test_compiled_concats_of_any_size():
-    model = joining()
-    frames = []
-    for module in (model, patched_copy(model)):
-        torch._dynamo.reset()
-        program, counter = compiled(module, "eager", dynamic=True)
-        with torch.no_grad():
-            for shape in [(2, 16, 8, 12), (3, 16, 12, 8), (5, 16, 16, 16)]:
-                x = torch.randn(shape).to(memory_format=torch.channels_last)
-                assert_same([program(x)], [model(x)], 1e-5)
-        frames.append(counter.frame_count)
-    assert frames[1] <= frames[0]
-
-
-class Neck(nn.Module):
-    """What joins two levels of a model: a map at twice its size, concatenated with another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.concat = nn.Upsample(None, 2, "nearest"), Concat(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.concat([self.up(x[..., ::2, ::2]), x])
-
-
-def test_upsampling_and_concat_are_left_to_the_compiler():
-    """As operators of torch, of which it makes one kernel; not where a gradient is recorded."""
-    fast = patched_copy(nn.Sequential(Neck(), Conv(16, 8))).eval()[0]
-    x = torch.randn(2, 8, 8, 6).to(memory_format=torch.channels_last)
-    for grad in (False, True):
-        torch._dynamo.reset()
-        program, counter = compiled(fast)
-        with torch.set_grad_enabled(grad):
-            assert_same([program(x)], [fast(x)], 0)
-        assert ("yolo12_fastconv" in str(counter.graphs[0].graph)) is grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_training_step_under_autocast(dtype):
     model = small().float().train()
@@ -282,26 +223,3 @@ def test_gpu_reduce_overhead_mode(cuda):
         for seed in range(4):
             x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed)).half().to(cuda)
             assert support.error(program(x).clone(), fast(x)) < 5e-3
-
-
-@pytest.mark.gpu
-def test_gpu_compiled_inference_copies_nothing(cuda):
-    """The kernels of an uncompiled call, the same numbers."""
-    from torch.profiler import ProfilerActivity, profile
-
-    fast = patched_copy(joining(Neck(), Conv(32, 16)).half().to(cuda))
-    program = torch.compile(fast, fullgraph=True)
-    x = torch.randn(2, 16, 32, 32, device=cuda).half().to(memory_format=torch.channels_last)
-    kernels = []
-    with torch.inference_mode():
-        for call in (fast, program):
-            for _ in range(3):
-                y = call(x)
-            assert torch.equal(y, fast(x))
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                call(x)
-                torch.cuda.synchronize()
-            cuda_events = torch.autograd.DeviceType.CUDA
-            kernels.append(sum(event.device_type is cuda_events for event in profiler.events()))
-    assert 0 < kernels[1] <= kernels[0]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -404,3 +406,23 @@ def test_it_has_no_gradient():
     constants[0].requires_grad_()
     with pytest.raises(RuntimeError, match="no gradient"):
         ops.run_program(inputs, constants, torch.tensor(code), outputs)
+
+
+FRESH = """
+import sys, torch
+from ultralytics.nn.modules.conv import Conv
+from yolo12_fastconv import patch_model, programs
+model = patch_model(torch.nn.Sequential(Conv(8, 8))).eval().requires_grad_(False)
+programs._is_served = lambda t: True
+with torch.inference_mode():
+    for _ in range(3):
+        model[0](torch.rand(1, 8, 4, 4))
+        programs.call(model[0], lambda x: model[0](x), torch.rand(1, 8, 4, 4))
+assert any("a program of" in text for text in programs.describe(model[0])), programs.describe(model[0])
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_does_not_import_a_compiler():
+    """Which takes seconds, in the second call of a process."""
+    assert subprocess.run([sys.executable, "-c", FRESH], check=False).returncode == 0

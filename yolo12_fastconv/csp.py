@@ -192,9 +192,10 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
 
     (N, channels that `consumer` reads, height and width of what `producer` makes of `x`), in the dtype in which both
     compute and the layout of the ops' results. None where parts have to be tensors of their own: with gradients outside
-    of training or for a compiler, and where one of the two blocks is no fast one or may run as stock.
+    of training, for a compiler, which plans its buffers itself, and where one of the two blocks is no fast one or may
+    run as stock.
     """
-    if type(x) is not Tensor or x.dim() != 4 or (torch.is_grad_enabled() and torch.compiler.is_compiling()):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() != 4:
         return None
     for block in (producer, consumer):
         if not isinstance(block, FastConv) or is_watched(block):
@@ -206,12 +207,12 @@ def concat_buffer(x: Tensor, producer: Any, consumer: Any) -> Tensor | None:
     height, width = blocks.output_plane(first, weight, x)
     if height < 1 or width < 1 or x.numel() == 0:
         return None
-    channels, memory_format = last.weight.shape[1] * last.groups, _aten.output_format(x, weight)
-    options: Any = {"dtype": ops.compute_dtype(x), "device": x.device}
-    if torch.compiler.is_compiling() and memory_format is torch.channels_last:
-        # Of an `empty` with a memory format Inductor makes an NCHW buffer, and copies every slice of it in and out.
-        return torch.empty((x.shape[0], height, width, channels), **options).permute(0, 3, 1, 2)
-    return torch.empty((x.shape[0], channels, height, width), memory_format=memory_format, **options)
+    return torch.empty(
+        (x.shape[0], last.weight.shape[1] * last.groups, height, width),
+        dtype=ops.compute_dtype(x),
+        device=x.device,
+        memory_format=_aten.output_format(x, weight),
+    )
 
 
 def _places(

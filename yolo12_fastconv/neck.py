@@ -106,8 +106,6 @@ class FastUpsample(_MapLayer, nn.Upsample):
             rounded = dtype is torch.get_autocast_dtype("cuda") and self.training and torch.is_grad_enabled()
             if not (rounded and _all_readers_round(self)):
                 dtype = torch.float32
-        if _left_to_compiler() and dtype is x.dtype:
-            return nn.functional.interpolate(x, scale_factor=2, mode="nearest")
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
             fits = out is not None and out.dtype is dtype and out.shape[:2] == x.shape[:2]
             return ops.upsample_nearest(x, dtype, out if fits else None)
@@ -172,8 +170,6 @@ class FastConcat(_MapLayer, Concat):
                 y = ops.concat_channels(x)
                 link.remember(x, y)
             return y
-        if _left_to_compiler():
-            return torch.cat(list(x), 1)
         room = getattr(x[0], "_fc_room", None)
         if room is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_watched(self):
             return ops.concat_channels(x)
@@ -187,12 +183,6 @@ class FastConcat(_MapLayer, Concat):
             return buffer
         room.maker.__dict__["_fc_more"] = more if alike else 0
         return ops.concat_channels(x)
-
-
-def _left_to_compiler() -> bool:
-    """Whether a compiler gets operators of torch, without gradients: of an upsampling and the concat behind it Inductor
-    makes one kernel, as `_Room` does for others."""
-    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def link_layers(network: nn.Module) -> None:

@@ -188,6 +188,12 @@ class _Recorder(TorchDispatchMode):
                 self.problem = "its inputs differ in dtype or share memory"
             self._own(t)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's wrapper for compilers, under which nothing is recorded, would import all of torch._dynamo with sympy:
+        # the second call of a model in a fresh process took 4.2 s.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.problem is None:
