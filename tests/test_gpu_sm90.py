@@ -541,7 +541,7 @@ def test_each_plan_of_a_layer(cuda, dtype, monkeypatch):
             modes.update(part for part in name.split("/")[-1].split("-") if part.isalpha())
         monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
     assert not problems, "\n".join(problems)
-    assert modes == {"rows", "taps", "window", "resident", "streamed"}
+    assert modes == {"rows", "taps", "window", "resident", "streamed", "rest", "paired"}
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])

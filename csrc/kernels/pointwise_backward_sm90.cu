@@ -212,8 +212,8 @@ __device__ __forceinline__ void write_grad_x(const KernelArgs& args, const float
     __syncwarp();
 #pragma unroll
     for (int slice = 0; slice < kInSlices; ++slice) {
-      store_box(lane == 0, &args.grad_x, shared_address(buffer) + slice * kSliceBytes + warp * 16 * 128, slice * kSlice,
-                tile * kPixels + 16 * warp, 0, 0);
+      store_box(lane == 0, &args.grad_x, shared_address(buffer) + slice * kSliceBytes + warp * 16 * 128,
+                first_channel + slice * kSlice, tile * kPixels + 16 * warp, 0, 0);
     }
     return;
   }
