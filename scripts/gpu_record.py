@@ -7,7 +7,8 @@
     scripts/gpu_record.py readme [--check]                 write the tables into README.md, or compare
     scripts/gpu_record.py stale                            say which records are older than the sources
 
-A sanitizer.json of scripts/sanitize.py in FOLDER, of the same csrc/, is collected too.
+A sanitizer.json of scripts/sanitize.py in FOLDER, of the same csrc/, is collected too. So is a rerun.xml, which pytest
+has written of tests that were run once more on later sources: what it says of a test stands, and the record says how many.
 
 `run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. Parity
 of each model is a process of its own and writes after every one of its runs, so that a run that is ended, or a model
@@ -138,24 +139,31 @@ def _tests(folder: Path) -> dict[str, Any]:
 
     Without the XML, which pytest writes at its end, the suite was not completed: that is what the record then says.
     """
-    ops = _accuracy(folder)
+    again = _outcomes(folder / "rerun.xml") if (folder / "rerun.xml").is_file() else {}
+    ops = None if again else _accuracy(folder)  # accuracies are not written by test, so none could be replaced
     if not (folder / "junit.xml").is_file():
         return {"complete": False, "ops": ops}
-    totals = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
+    outcomes = _outcomes(folder / "junit.xml")
+    replaced = [name for name in again if name in outcomes]
+    outcomes |= again
+    totals: dict[str, Any] = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
+    suites = ET.parse(folder / "junit.xml").getroot().iter("testsuite")
+    totals["seconds"] = round(sum(float(suite.get("time", 0)) for suite in suites), 1)
     files: dict[str, int] = {}
-    failures = []
-    for suite in ET.parse(folder / "junit.xml").getroot().iter("testsuite"):
-        totals["seconds"] += float(suite.get("time", 0))
-        for case in suite.iter("testcase"):
-            bad = case.find("failure") is not None or case.find("error") is not None
-            kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
-            totals[kind] += 1
-            name = case.get("classname", "").rsplit(".", 1)[-1]
-            files[name] = files.get(name, 0) + 1
-            if bad:
-                failures.append(f"{name}::{case.get('name')}")
-    totals["seconds"] = round(totals["seconds"], 1)
-    return {"complete": True, **totals, "files": files, "failures": failures, "ops": ops}
+    for name in outcomes:
+        files[name.partition("::")[0]] = files.get(name.partition("::")[0], 0) + 1
+    failures = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    return {"complete": True, **totals, "rerun": len(replaced), "files": files, "failures": failures, "ops": ops}
+
+
+def _outcomes(path: Path) -> dict[str, str]:
+    """Of a pytest XML: file::test, and passed, failed or skipped."""
+    outcomes = {}
+    for case in ET.parse(path).getroot().iter("testcase"):
+        bad = case.find("failure") is not None or case.find("error") is not None
+        name = f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"
+        outcomes[name] = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
+    return outcomes
 
 
 def _accuracy(folder: Path) -> dict[str, Any] | None:

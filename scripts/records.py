@@ -214,6 +214,8 @@ def _parity_part(path: Path, record: dict[str, Any]) -> str:
     suite = "the GPU tests were not run to their end"
     if tests["complete"]:
         suite = f"{tests['passed']} GPU tests passed, {tests['failed']} failed"
+        if tests.get("rerun"):
+            suite += f"; {tests['rerun']} of these were run once more on later sources"
     if tests["ops"]:
         compared, beyond = tests["ops"]["comparisons"], tests["ops"]["failed"]
         suite += f"; of {compared} outputs and gradients of single ops, {beyond} were beyond the limit"

@@ -821,3 +821,16 @@ def test_parity_of_models_is_run_and_collected_one_by_one(benchmark, checkout, m
     assert gpu_record.collect(folder) == 0  # tests alone are a record too
     record = json.loads((benchmark.records.RECORDS / "nvidia-test-1.json").read_text())
     assert record["parity"]["rows"] == [] and record["tests"]["passed"] == 1
+    # What a later run says of a test stands.
+    (folder / "junit.xml").write_text(
+        '<testsuites><testsuite time="1"><testcase classname="tests.x" name="a"><failure/></testcase>'
+        '<testcase classname="tests.x" name="b"/><testcase classname="tests.y" name="a"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    (folder / "rerun.xml").write_text(
+        '<testsuites><testsuite time="1"><testcase classname="tests.x" name="a"/></testsuite></testsuites>'
+    )
+    assert gpu_record.collect(folder) == 0
+    tests = json.loads((benchmark.records.RECORDS / "nvidia-test-1.json").read_text())["tests"]
+    assert [tests[kind] for kind in ("passed", "failed", "skipped", "rerun")] == [2, 0, 1, 1]
+    assert tests["files"] == {"x": 2, "y": 1} and tests["failures"] == []

@@ -408,7 +408,7 @@ def test_branches_of_a_backward_are_identical(cuda, scale, size, monkeypatch):
             torch.cuda.synchronize()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(runs) > 100
+    assert len(runs) > 50  # of 113 convolutions; those of one pass have no branch
     assert state(model).training.counts["replays"] == 48
 
 
