@@ -8,7 +8,8 @@
     scripts/gpu_record.py stale                            say which records are older than the sources
 
 A sanitizer.json of scripts/sanitize.py in FOLDER, of the same csrc/, is collected too. So is a rerun.xml, which pytest
-has written of tests that were run once more on later sources: what it says of a test stands, and the record says how many.
+has written of tests that were run once more on later sources: what it says of a test stands, and the record says of how
+many.
 
 `run` exits with 1 if a test failed or a layer is out of parity. It may run on another machine than `collect`. Parity
 of each model is a process of its own and writes after every one of its runs, so that a run that is ended, or a model
@@ -140,20 +141,31 @@ def _tests(folder: Path) -> dict[str, Any]:
     Without the XML, which pytest writes at its end, the suite was not completed: that is what the record then says.
     """
     again = _outcomes(folder / "rerun.xml") if (folder / "rerun.xml").is_file() else {}
-    ops = None if again else _accuracy(folder)  # accuracies are not written by test, so none could be replaced
+    ops = (
+        None if again else _accuracy(folder)
+    )  # accuracies are not written by test, so none could be replaced
     if not (folder / "junit.xml").is_file():
         return {"complete": False, "ops": ops}
     outcomes = _outcomes(folder / "junit.xml")
     replaced = [name for name in again if name in outcomes]
     outcomes |= again
-    totals: dict[str, Any] = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
+    totals: dict[str, Any] = {
+        kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")
+    }
     suites = ET.parse(folder / "junit.xml").getroot().iter("testsuite")
     totals["seconds"] = round(sum(float(suite.get("time", 0)) for suite in suites), 1)
     files: dict[str, int] = {}
     for name in outcomes:
         files[name.partition("::")[0]] = files.get(name.partition("::")[0], 0) + 1
     failures = [name for name, outcome in outcomes.items() if outcome == "failed"]
-    return {"complete": True, **totals, "rerun": len(replaced), "files": files, "failures": failures, "ops": ops}
+    return {
+        "complete": True,
+        **totals,
+        "rerun": len(replaced),
+        "files": files,
+        "failures": failures,
+        "ops": ops,
+    }
 
 
 def _outcomes(path: Path) -> dict[str, str]:
