@@ -128,11 +128,16 @@ const Tensor& filter_of(const Tensor& weight, const ConvBackwardInputs& in) {
   return in.cast_weight.has_value() ? *in.cast_weight : weight;
 }
 
+// Takes 5 us, as long as a launch: once for both halves of a backward.
+GradientChoice gradients_of(const Convolution& convolution, const Tensor& x) {
+  const DType dtype = convolution.dtype();
+  const bool sliced = dtype_of(x.scalar_type()) == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
+  return choose_gradients({convolution.shape(), dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
+}
+
 // Whether a kernel of ours computes the gradient of x, from rows of grad_z as act_backward() leaves them.
-bool has_own_dgrad(const Convolution& convolution, const Tensor& x) {
-  const ConvShape& s = convolution.shape();
-  const GradientChoice own = choose_gradients({s, convolution.dtype(), convolution.allow_tf32(), capability_of(x)});
-  const bool aligned = s.out_channels % (16 / size_of(convolution.dtype())) == 0;
+bool has_own_dgrad(const GradientChoice& own, const Convolution& convolution) {
+  const bool aligned = convolution.shape().out_channels % (16 / size_of(convolution.dtype())) == 0;
   return (own.strided_dgrad && aligned) || own.dgrad.has_value();
 }
 
@@ -252,7 +257,6 @@ std::optional<std::pair<ActGrads, ConvGrads>> backward_in_one_pass(const Convolu
   const DType dtype = convolution.dtype();
   const cudaStream_t stream = convolution.stream();
   if (!in.batch_stats || !wanted[kGradX] || !wanted[kGradWeight] || in.conv.bias.has_value()) return std::nullopt;
-  if (!choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}).one_pass) return std::nullopt;
   const Tensor& filter = filter_of(weight, in.conv);
   const bool dense_filter = filter.stride(0) == s.in_channels && (s.in_channels == 1 || filter.stride(1) == 1);
   const Affine& affine = in.affine;
@@ -371,9 +375,12 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
   return grads;
 }
 
-ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted,
-                        const OptionalTensor& made) {
+namespace {
+
+// conv_backward() by `own` kernels; `made`: the transposed filter, if it is there already.
+ConvGrads conv_backward(const Convolution& convolution, GradientChoice own, const Tensor& grad_of_z, const Tensor& x,
+                        const Tensor& weight, const Geometry& geometry, const ConvBackwardInputs& in,
+                        const std::vector<bool>& wanted, const OptionalTensor& made) {
   const ConvShape& s = convolution.shape();
   const DType dtype = convolution.dtype();
   const DType x_dtype = dtype_of(x.scalar_type());
@@ -392,8 +399,6 @@ ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z,
   bool added = false;
   ConvGrads grads;
   Tensor grad_z = as_row_matrix(grad_of_z, dtype, stream);
-  const bool sliced = x_dtype == dtype && is_row_matrix(x) && row_stride(x) != x.size(1);
-  GradientChoice own = choose_gradients({s, dtype, convolution.allow_tf32(), capability_of(x)}, sliced);
   own.stem = own.stem && is_for_stem(convolution, grad_z, x);
   const bool strided_x = wanted[kGradX] && own.strided_dgrad && has_aligned_pixels(grad_z, dtype);
   const bool own_x = strided_x || (wanted[kGradX] && own.dgrad.has_value());
@@ -442,6 +447,14 @@ ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_of_z,
   return grads;
 }
 
+}  // namespace
+
+ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
+                        const Geometry& geometry, const ConvBackwardInputs& in, const std::vector<bool>& wanted) {
+  return conv_backward(convolution, gradients_of(convolution, x), grad_z, x, weight, geometry, in, wanted,
+                       std::nullopt);
+}
+
 Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& weight, const Geometry& geometry,
                const BackwardInputs& in, const std::vector<bool>& wanted) {
   const DType x_dtype = dtype_of(x.scalar_type());
@@ -449,7 +462,9 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
   const bool conv_wanted = wanted[kGradX] || wanted[kGradWeight] || wanted[kGradBias];
   ActGrads act;
   ConvGrads grads;
-  if (const auto both = backward_in_one_pass(convolution, x, weight, in, wanted)) {
+  const GradientChoice own = conv_wanted ? gradients_of(convolution, x) : GradientChoice();
+  const auto both = own.one_pass ? backward_in_one_pass(convolution, x, weight, in, wanted) : std::nullopt;
+  if (both.has_value()) {
     std::tie(act, grads) = *both;
   } else {
     OptionalTensor made;
@@ -458,7 +473,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
     } else {
       // The filter that the gradient of x needs depends on nothing that comes before: it is made beside it.
       std::optional<TransposedFilter> filter;
-      if (wanted[kGradX] && has_own_dgrad(convolution, x)) {
+      if (wanted[kGradX] && has_own_dgrad(own, convolution)) {
         filter = empty_transposed_filter(convolution, filter_of(weight, in.conv));
         made = filter->filter;
       }
@@ -466,7 +481,7 @@ Grads backward(const Convolution& convolution, const Tensor& x, const Tensor& we
                          {conv_wanted, wanted[kGradGamma], wanted[kGradBeta]}, convolution.stream(),
                          filter ? &filter->args : nullptr);
     }
-    grads = conv_backward(convolution, act.z, x, weight, geometry, in.conv, wanted, made);
+    grads = conv_backward(convolution, own, act.z, x, weight, geometry, in.conv, wanted, made);
   }
   if (wanted[kGradGamma] && in.bn_weight.has_value()) act.gamma = in_form_of(act.gamma, *in.bn_weight);
   if (wanted[kGradBeta] && in.bn_bias.has_value()) act.beta = in_form_of(act.beta, *in.bn_bias);

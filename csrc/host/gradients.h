@@ -46,10 +46,8 @@ ActGrads act_backward(const Tensor& grad_y, const Tensor& z, const Affine& affin
                       const TransposeFilterArgs* filter = nullptr);
 
 // From the gradient of z to those of x, weight and bias, each in its own tensor's dtype and form. wanted: in that order.
-// `made`: the transposed filter, if it is there already.
 ConvGrads conv_backward(const Convolution& convolution, const Tensor& grad_z, const Tensor& x, const Tensor& weight,
-                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted,
-                        const OptionalTensor& made = std::nullopt);
+                        const Geometry& geometry, const ConvBackwardInputs& inputs, const std::vector<bool>& wanted);
 
 // An op returns tensors, never None: a gradient nobody asked for is empty.
 Tensor or_empty(const Tensor& grad, bool wanted, const Tensor& like, DType dtype);

@@ -318,7 +318,8 @@ std::optional<Sm90Plan> choose_stats_plan(const MenuQuery& query) {
     return std::nullopt;
   }
   const bool serves = usual.sm90.channels <= kSm90MaxStatsChannels;
-  if (serves && sm90_name(usual.sm90) == environment("YOLO12_FASTCONV_KERNEL")) return usual.sm90;
+  const std::string named = environment("YOLO12_FASTCONV_KERNEL");
+  if (serves && !named.empty() && sm90_name(usual.sm90) == named) return usual.sm90;
   const char* const tuned = tuned_kernel(kTunedStatsLayers, s);
   if (serves && tuned == nullptr) return usual.sm90;
   // As in choose_kernel(): kept, since it takes longer than a launch.
