@@ -549,8 +549,8 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
     else:
         place = _slices.own(passed, ctx) if passed and wanted[0] else None
         added = _sum([grad for grad in passed if grad is not place])
-        branches = None if _is_one_pass(ctx, x, weight, geometry) else _branches(ctx, weight, bias)
-        if branches is not None:
+        branches = _branches(ctx, weight, bias)
+        if branches is not None and not (wanted[0] and _is_one_pass(x, weight, geometry)):
             grad_z, *others = call_op(
                 _ops.bn_act_backward.default, grad_y, z, mean, var, bn_weight, bn_bias, eps,
                 geometry[_GEOMETRY_ACT], (True, *wanted[3:]),
@@ -574,12 +574,9 @@ def _training_backward(ctx: Any, grad_y: Tensor, passed: Sequence[Tensor] = ()) 
     return (*grads, _residual_grad(ctx, grad_y, _DIFFERENTIABLE), None, None, None, None)
 
 
-def _is_one_pass(ctx: Any, x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
+def _is_one_pass(x: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
     """Whether one kernel computes the gradients of x and of the weight, so that none is left for a branch."""
-    if (
-        not (x.is_cuda and _library.load().loaded and all(ctx.needs_input_grad[:2]))
-        or _side_stream.current() is None
-    ):
+    if not (x.is_cuda and _library.load().loaded):
         return False
     *form, groups, _act, dtype, tf32 = geometry
     major, minor = torch.cuda.get_device_capability(x.device)
