@@ -12,6 +12,7 @@ import timing
 import torch
 from bench_options import UsageError
 from bench_session import Session, failure
+from layer_timing import as_in_a_model
 from torch import Tensor, nn
 from train_benchmark import Options, autocast
 
@@ -50,7 +51,7 @@ def _row(case: cases.Case, device: torch.device, dtype: str, replays: int) -> di
         stock = _block(case).to(device, memory_format=torch.channels_last).train()
         blocks = {"eager": stock, "ours": copy.deepcopy(stock)}
         patch_modules(blocks["ours"])
-        calls = {name: _Call(block, case, device, dtype) for name, block in blocks.items()}
+        calls = {name: _Call(block, case, device, dtype, as_op=name == "ours") for name, block in blocks.items()}
         expected, mine = calls["eager"].results(), calls["ours"].results()
         distance = max(_distance(a, b) for a, b in zip(mine, expected, strict=True))
         row["ok"] = distance < TOLERANCE[dtype]
@@ -87,27 +88,31 @@ def _block(case: cases.Case) -> nn.Module:
 class _Call:
     """A block's forward and backward under autocast.
 
-    The stem gets what the trainer feeds, float pictures in NCHW that need no gradient; the others half NHWC.
+    The stem gets what the trainer feeds, float pictures in NCHW that need no gradient; the others half NHWC, with
+    `as_op` in the rows that the op before returns: of an odd width they begin at multiples of 16 bytes.
     """
 
-    def __init__(self, block: nn.Module, case: cases.Case, device: torch.device, dtype: str) -> None:
+    def __init__(
+        self, block: nn.Module, case: cases.Case, device: torch.device, dtype: str, *, as_op: bool
+    ) -> None:
         kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         self.block, self.device, self.dtype = block, device, dtype
         inputs = case.inputs(kind, device)
-        stem = case.ci <= 4
-        self.x = inputs.x.float().contiguous() if stem else inputs.x.requires_grad_()
+        if case.ci <= 4:
+            self.x = inputs.x.float().contiguous()
+        else:
+            self.x = (as_in_a_model(inputs.x) if as_op else inputs.x).requires_grad_()
         self.grad_y = inputs.grad_y
 
-    def __call__(self) -> Tensor:
-        self.block.zero_grad(set_to_none=True)
-        self.x.grad = None
+    def __call__(self) -> list[Tensor]:
+        """y, and the gradients of x, if it needs one, and of the parameters.
+
+        Asked for, not accumulated: in a leaf whose rows have gaps they would be copied.
+        """
         with autocast(self.device, self.dtype):
             y = self.block(self.x)
-        y.backward(self.grad_y)
-        return y
+        sources = [self.x] if self.x.requires_grad else []
+        return [y, *torch.autograd.grad(y, [*sources, *self.block.parameters()], self.grad_y)]
 
     def results(self) -> list[Tensor]:
-        y = self().detach().clone()
-        gradients = [parameter.grad for parameter in self.block.parameters()]
-        gradients += [self.x.grad] if self.x.grad is not None else []
-        return [y, *(gradient.clone() for gradient in gradients if gradient is not None)]
+        return [result.detach().clone() for result in self()]
