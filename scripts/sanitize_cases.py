@@ -329,11 +329,11 @@ def weight_gradient_tiles() -> Iterator[Case]:
         return
     for what, conv in {
         "1x1": Conv(4, 250, 24, 24, 200, 1),
-        "3x3": Conv(4, 72, 23, 20, 104, 3),
+        "3x3": Conv(4, 80, 23, 20, 104, 3),
         "3x3/2": Conv(4, 72, 23, 20, 104, 3, 2),
     }.items():
         kind, seen = "rows" if what == "1x1" else "window", set()
-        for filters in (64, 128, 192, 256):
+        for filters in (64, 96, 128, 192, 256):
             for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256):
                 for pixels, stages in ((p, s) for p in (64, 80, 128, 256) for s in range(2, 17)):
                     name = f"wgrad/sm90/{kind}/{filters}x{channels}x{pixels}x{stages}/3"

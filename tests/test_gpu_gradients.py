@@ -169,11 +169,17 @@ def test_every_tile(cuda, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     tried = set()
-    for case in (dense(250, 200, 24, 24, 1), dense(72, 104, 23, 20, 3), dense(72, 104, 23, 20, 3, 2)):
+    for case in (
+        dense(250, 200, 24, 24, 1),
+        dense(72, 104, 23, 20, 3),
+        dense(80, 101, 23, 20, 3),
+        dense(48, 96, 9, 17, 3, 1, 0),
+        dense(72, 104, 23, 20, 3, 2),
+    ):
         kind = "rows" if case.kernel == (1, 1) else "window"
         names = [
             f"wgrad/sm90/{kind}/{filters}x{channels}x{pixels}x{stages}/{slices}"
-            for filters in (64, 128, 192, 256)
+            for filters in (64, 96, 128, 192, 256)
             for channels in (16, 32, 48, 64, 80, 96, 128, 192, 256)
             for pixels in (64, 80, 128, 256)
             for stages in range(2, 17)
@@ -185,3 +191,5 @@ def test_every_tile(cuda, monkeypatch):
                 check(case, "float16", cuda)
                 tried.add((kind, case.stride, name.split("/")[3].rsplit("x", 2)[0]))
     assert len(tried) >= 25, tried
+    assert ("window", (1, 1), "64x48x80") in tried
+    assert {("window", stride, "96x32x80") for stride in ((1, 1), (2, 2))} <= tried

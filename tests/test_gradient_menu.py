@@ -78,6 +78,10 @@ def test_plans_fit_the_hardware(monkeypatch):
         else:
             stride = case.stride[0]
             window = (8 + 2 // stride) * (int(pixels) // 8 + 2 // stride)
+            if channels == "48":  # three blocks of 16
+                window, x_row = 3 * window, 32
+            if filters == "96":  # three blocks of 32
+                row = 3 * 64
             stage = int(pixels) * row + stride**2 * -(-window // 8) * 8 * x_row
         assert int(stages) >= 2 and int(stages) * (-(-stage // 1024) * 1024 + 16) <= SHARED_BYTES, (
             f"{case}: {name}"
@@ -89,13 +93,13 @@ def test_plans_fit_the_hardware(monkeypatch):
 
 def test_timed_plans_are_those_that_run():
     source = (Path(__file__).parent.parent / "csrc" / "host" / "wgrad_plan.cpp").read_text()
-    plans = re.findall(r'\{(\d+), (\d+), (\d+), "(wgrad/[^"]+)"\}', source)
+    plans = re.findall(r'\{(\d+), (\d+), (\d+), (\d), (\d), "(wgrad/[^"]+)"\}', source)
     assert len(plans) >= 10
-    for ci, co, size, name in plans:
-        case = cases.Case("", int(ci), int(co), int(size), int(size), batch=32)
+    for *numbers, name in plans:
+        ci, co, size, k, stride = map(int, numbers)
+        case = cases.Case("", ci, co, size, size, (k, k), (stride, stride), (k // 2, k // 2), batch=32)
         assert gradients(case)[1] == name, case
-        other = cases.Case("", int(ci), int(co), int(size), int(size) + 8, batch=32)
-        assert gradients(other)[1] != name, "timed for another map"
+        assert gradients(replace(case, w=size + 8))[1] != name, "timed for another map"
 
 
 def test_choices_that_were_timed():

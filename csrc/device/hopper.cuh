@@ -297,9 +297,10 @@ __device__ __forceinline__ void wgmma_wait() {
 #define YOLO12_REGISTERS_6 YOLO12_REGISTERS_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define YOLO12_REGISTERS_8 \
   YOLO12_REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define YOLO12_REGISTERS_12                                                          \
-  YOLO12_REGISTERS_8                                                                 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define YOLO12_REGISTERS_9 YOLO12_REGISTERS_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define YOLO12_REGISTERS_12                  \
+  YOLO12_REGISTERS_9                         \
+  ", %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define YOLO12_REGISTERS_16                                                                      \
   YOLO12_REGISTERS_12                                                                            \
@@ -316,7 +317,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #define YOLO12_SUMS_5 YOLO12_SUMS_4, YOLO12_SUMS_AT(32)
 #define YOLO12_SUMS_6 YOLO12_SUMS_5, YOLO12_SUMS_AT(40)
 #define YOLO12_SUMS_8 YOLO12_SUMS_6, YOLO12_SUMS_AT(48), YOLO12_SUMS_AT(56)
-#define YOLO12_SUMS_12 YOLO12_SUMS_8, YOLO12_SUMS_AT(64), YOLO12_SUMS_AT(72), YOLO12_SUMS_AT(80), YOLO12_SUMS_AT(88)
+#define YOLO12_SUMS_9 YOLO12_SUMS_8, YOLO12_SUMS_AT(64)
+#define YOLO12_SUMS_12 YOLO12_SUMS_9, YOLO12_SUMS_AT(72), YOLO12_SUMS_AT(80), YOLO12_SUMS_AT(88)
 #define YOLO12_SUMS_16 YOLO12_SUMS_12, YOLO12_SUMS_AT(96), YOLO12_SUMS_AT(104), YOLO12_SUMS_AT(112), YOLO12_SUMS_AT(120)
 
 // groups: channels / 16; ia, ib: numbers of the operands behind the sums. Only 16-bit operands have the two last flags,
@@ -358,8 +360,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kChannels / 2], uint64_t a, uin
 #if YOLO12_HAS_WGMMA
     YOLO12_WGMMA_CASE(16, 1, "8", "9") YOLO12_WGMMA_CASE(32, 2, "16", "17") YOLO12_WGMMA_CASE(48, 3, "24", "25")
         YOLO12_WGMMA_CASE(64, 4, "32", "33") YOLO12_WGMMA_CASE(80, 5, "40", "41") YOLO12_WGMMA_CASE(96, 6, "48", "49")
-            YOLO12_WGMMA_CASE(128, 8, "64", "65") YOLO12_WGMMA_CASE(192, 12, "96", "97")
-                YOLO12_WGMMA_CASE(256, 16, "128", "129")
+            YOLO12_WGMMA_CASE(128, 8, "64", "65") YOLO12_WGMMA_CASE(144, 9, "72", "73")
+                YOLO12_WGMMA_CASE(192, 12, "96", "97") YOLO12_WGMMA_CASE(256, 16, "128", "129")
 #endif
 }
 

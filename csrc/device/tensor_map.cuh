@@ -39,17 +39,18 @@ inline CUtensorMapSwizzle map_swizzle(int row_bytes) {
   }
 }
 
-// A tensor in four dimensions, the innermost one dense; boxes of `box` elements of which every `step`th is copied, in rows
-// of `row_bytes`.
-inline CUtensorMap tensor_map(const char* kernel, const char* which, CUtensorMapDataType type, const void* data,
-                              const cuuint64_t (&size)[4], const cuuint64_t (&stride_bytes)[3],
-                              const cuuint32_t (&box)[4], const cuuint32_t (&step)[4], int row_bytes) {
+// A tensor in up to five dimensions, the innermost one dense; boxes of `box` elements of which every `step`th is copied,
+// in rows of `row_bytes`.
+template <int kDimensions>
+CUtensorMap tensor_map(const char* kernel, const char* which, CUtensorMapDataType type, const void* data,
+                       const cuuint64_t (&size)[kDimensions], const cuuint64_t (&stride_bytes)[kDimensions - 1],
+                       const cuuint32_t (&box)[kDimensions], const cuuint32_t (&step)[kDimensions], int row_bytes) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = tensor_map_encoder<Encode>(kernel, "cuTensorMapEncodeTiled");
   CUtensorMap map;
-  const CUresult status =
-      encode(&map, type, 4, const_cast<void*>(data), size, stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             map_swizzle(row_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, type, kDimensions, const_cast<void*>(data), size, stride_bytes, box, step,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(row_bytes),
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check_tensor_map(status, kernel, which);
   return map;
 }

@@ -11,11 +11,13 @@
 namespace yolo12_fastconv {
 
 // A block sums the products of a slice of the output pixels for a tile of the weight: 64 output channels per warpgroup
-// (rows) or for all of them (window) x `channels` input channels (x 9 filter taps). A stage of pixels holds both
-// operands as they lie in memory, pixels one behind the other.
+// (rows), 64 for all of them (window) or 96 (turned) x `channels` input channels (x 9 filter taps). A stage of pixels holds
+// both operands as they lie in memory, pixels one behind the other.
 struct WgradPlan {
   bool window = false;  // 3x3: stages of 8 columns of outputs and the window of x below; else 1x1, pixels in a row
-  int warpgroups = 0;  // rows: blocks of 64 output channels; window: rows of the filter
+  bool turned = false;  // window: rows of a warpgroup's sums are two taps of 32 input channels, columns output channels
+  // rows: blocks of 64 output channels; window: rows or columns of the filter; turned: pairs of taps
+  int warpgroups = 0;
   int channels = 0;
   int width = 0;  // columns of a warpgroup's sums: channels, times 3 taps in a window
   int grad_row_bytes = 0, x_row_bytes = 0;  // of a pixel in a stage, for a block of channels: 128, 64 or 32
@@ -28,27 +30,40 @@ struct WgradPlan {
 // Widths of sums that kernels exist for. 3x3 with stride 2 has its three taps in two products, of two and one.
 constexpr int kWgradRowWidths[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
 constexpr int kWgradWindowWidths[] = {48, 96, 192};
+// 3x3 with stride 1: three blocks of 16 channels at the three taps of a filter's column, for 48 channels, of which blocks
+// of 32 or 64 would leave a quarter empty.
+constexpr int kWgradColumnWidth = 144;
+// And turned, for 96 output channels, of which blocks of 64 would leave a quarter empty.
+constexpr int kWgradTurnedWidth = 96, kWgradTurnedChannels = 32, kWgradTurnedWarpgroups = 5;
 constexpr int kWgradSharedBytes = 227 * 1024;
 constexpr int kWgradMostTailBytes = 2048 - 16 * 32;  // wgrad_tail_bytes(), and barriers
 constexpr int kWgradMaxStages = 16;
 
 constexpr int wgrad_max_warpgroups(int width) { return width <= 96 ? 4 : width <= 192 ? 3 : 2; }
 
-// A window of x, per residue of the stride.
+// A window of x, per residue of the stride: rows of pixels, in a row blocks of channels one behind the other.
 struct WgradWindow {
-  int w, h, planes, plane_bytes;
+  int w, h, planes, blocks, plane_bytes;
 };
 inline WgradWindow wgrad_window(const ConvShape& s, const WgradPlan& p) {
   WgradWindow window;
   window.w = 8 + (s.kernel_w - 1) / s.stride_w;
   window.h = p.pixels / 8 + (s.kernel_h - 1) / s.stride_h;
   window.planes = s.stride_h * s.stride_w;
-  window.plane_bytes = round_up(window.w * window.h, 8) * p.x_row_bytes;
+  window.blocks = p.channels * 2 / p.x_row_bytes;
+  window.plane_bytes = round_up(window.w * window.blocks * window.h, 8) * p.x_row_bytes;
   return window;
 }
 
+// Output channels of a tile, and blocks of them in a stage, of as many channels as a swizzled row holds.
+inline int wgrad_tile_filters(const WgradPlan& p) {
+  return p.turned ? kWgradTurnedWidth : p.window ? 64 : 64 * p.warpgroups;
+}
+inline int wgrad_grad_copies(const WgradPlan& p) {
+  return p.turned ? kWgradTurnedWidth * 2 / p.grad_row_bytes : p.window ? 1 : p.warpgroups;
+}
 // Bytes of the two operands in a stage. Both are multiples of the swizzle's period.
-inline int wgrad_grad_bytes(const WgradPlan& p) { return (p.window ? 1 : p.warpgroups) * p.pixels * p.grad_row_bytes; }
+inline int wgrad_grad_bytes(const WgradPlan& p) { return wgrad_grad_copies(p) * p.pixels * p.grad_row_bytes; }
 inline int wgrad_x_bytes(const ConvShape& s, const WgradPlan& p) {
   if (!p.window) return ceil_div(p.channels * 2, p.x_row_bytes) * p.pixels * p.x_row_bytes;
   const WgradWindow window = wgrad_window(s, p);
@@ -71,7 +86,7 @@ inline int64_t wgrad_pixel_stages(const ConvShape& s, const WgradPlan& p) {
                   : ceil_div<int64_t>(s.out_pixels(), p.pixels);
 }
 inline int wgrad_filter_tiles(const ConvShape& s, const WgradPlan& p) {
-  return ceil_div(s.out_channels, p.window ? 64 : 64 * p.warpgroups);
+  return ceil_div(s.out_channels, wgrad_tile_filters(p));
 }
 inline int wgrad_channel_tiles(const ConvShape& s, const WgradPlan& p) { return ceil_div(s.in_channels, p.channels); }
 // Floats from one output channel and tap to the next in a slice's sums: whole vectors of four.

@@ -81,7 +81,7 @@ bool is_wgrad_faster(const ConvShape& s) {
          (s.in_channels < 8 * s.out_channels && !(large && s.in_channels >= 64 && s.in_channels <= 96));
 }
 
-// The same with stride 2. 16->32 320x320: 176, 54; 64->128 320x320: 373, 212; 96->192 320x320: 750, 547; 128->128 80x80: 43,
+// The same with stride 2. 16->32 320x320: 176, 54; 64->128 320x320: 373, 212; 96->192 320x320: 750, 527; 128->128 80x80: 43,
 // 37, 40x40: 22, 19. Where few channels a block fit: 128->256 40x40: 25, 31; 256->256 80x80: 118, 144.
 bool is_strided_dgrad_faster(const ConvShape& s) { return s.out_channels <= 192 && s.in_channels <= 128; }
 

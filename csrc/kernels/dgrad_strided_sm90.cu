@@ -45,6 +45,10 @@ constexpr int max_workers(int channels) { return channels > 32 ? 2 : channels > 
 
 constexpr int row_bytes_of(int channels) { return channels > 32 ? 128 : channels > 16 ? 64 : 32; }
 
+// Whether a warp stores its even and its odd columns of grad_x one after the other, from a buffer half as large: so the
+// weights of 48 channels and 192 output channels, 162 KB, leave room for two windows a worker.
+constexpr bool stores_columns_apart(int channels) { return channels == 48; }
+
 // What is where in shared memory; the weights begin at 0.
 struct Layout {
   int workers;
@@ -59,7 +63,7 @@ std::optional<Layout> layout_of(const ConvShape& s, int channels) {
   l.blocks = ceil_div(s.out_channels * 2, row);
   l.tap_bytes = channels * row;
   l.stage_bytes = round_up(kWindow * kWindow, 8) * row;
-  l.output_bytes = 32 * channels * 2;
+  l.output_bytes = (stores_columns_apart(channels) ? 16 : 32) * channels * 2;
   l.windows = round_up(l.blocks * kTaps * l.tap_bytes, 1024);
   for (l.workers = max_workers(channels); l.workers >= 2; --l.workers) {
     const int output = l.workers * 4 * l.output_bytes, barriers = 8 * (2 * kMaxStages * l.workers + 1);
@@ -79,7 +83,7 @@ std::optional<Layout> layout_of(const ConvShape& s, int channels) {
 int tile_channels(const ConvShape& s) {
   int best = 0, least = 0;
   for (const int channels : {64, 48, 32, 16}) {
-    if (!layout_of(s, channels).has_value()) continue;
+    if (!layout_of(s, channels).has_value() || (stores_columns_apart(channels) && s.in_w == 1)) continue;
     // grad_z is read once for each tile, and idle channels cost products.
     const int tiles = ceil_div(s.in_channels, channels), cost = tiles * (channels + 32);
     if (best == 0 || cost < least) {
@@ -91,11 +95,12 @@ int tile_channels(const ConvShape& s) {
 }
 
 struct KernelArgs {
-  CUtensorMap grad, filter, x[2];  // of x: its even and its odd rows
+  CUtensorMap grad, filter, x[2];  // of x: its even and its odd rows, or (columns apart) their even columns
   int workers, blocks, block_channels, tap_bytes, stages, stage_bytes, filled_bytes, output_bytes;
   int row_bytes;
   int windows, output, barriers;
   int tiles, tiles_w, tiles_h, channel_tiles, columns;
+  CUtensorMap odd_columns[2];
 };
 
 struct Position {
@@ -163,19 +168,30 @@ __device__ __forceinline__ void multiply_tile(const KernelArgs& args, Sums<kChan
   barrier_arrive_if(emptied, releases);
 }
 
-// A warp's 16 pixels (p, q) of all classes: two rows of 16 pixels of grad_x from one buffer, for each parity of rows.
+// A warp's 16 pixels (p, q) of all classes: two rows of 16 pixels of grad_x from one buffer, for each parity of rows; or of 8
+// pixels, for each parity of rows and columns.
 template <class T, int kChannels>
 __device__ __forceinline__ void write_tile(const KernelArgs& args, const Sums<kChannels>& sums, char* buffer,
                                            const Position& at, int first_channel) {
   constexpr int kRowBytes = kChannels * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = lane % 16 / 8 * 16 + lane % 8 * 2;  // of the buffer
-#pragma unroll
-  for (int a = 0; a < 2; ++a) {
+  constexpr bool kApart = stores_columns_apart(kChannels);
+  const int row = kApart ? lane % 16 : lane % 16 / 8 * 16 + lane % 8 * 2;  // of the buffer
+  const auto wait_for_buffer = [&] {
     if (lane == 0) wait_stores_read<0>();
     __syncwarp();
+  };
+  const auto store = [&](const CUtensorMap* map, int column) {
+    fence_for_copy_engine();
+    __syncwarp();
+    store_box(lane == 0, map, shared_address(buffer), first_channel, column, at.p + 2 * warp, at.n);
+  };
+#pragma unroll
+  for (int a = 0; a < 2; ++a) {
+    if constexpr (!kApart) wait_for_buffer();
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
+      if constexpr (kApart) wait_for_buffer();
       const float* const sum = sums.of_class[a == 0 ? 3 * b : 1 + b];
 #pragma unroll
       for (int pair = 0; pair < kChannels / 16; ++pair) {
@@ -185,12 +201,12 @@ __device__ __forceinline__ void write_tile(const KernelArgs& args, const Sums<kC
           const float* d = sum + pair * 8 + i / 2 * 4 + i % 2 * 2;
           packed[i] = round_pair<T>(d[0], d[1]);
         }
-        store_matrices(shared_address(buffer) + buffer_offset<kRowBytes>(row + b, pair * 2 + lane / 16), packed);
+        store_matrices(shared_address(buffer) + buffer_offset<kRowBytes>(kApart ? row : row + b, pair * 2 + lane / 16),
+                       packed);
       }
+      if constexpr (kApart) store(b == 0 ? &args.x[a] : &args.odd_columns[a], at.q);
     }
-    fence_for_copy_engine();
-    __syncwarp();
-    store_box(lane == 0, &args.x[a], shared_address(buffer), first_channel, 2 * at.q, at.p + 2 * warp, at.n);
+    if constexpr (!kApart) store(&args.x[a], 2 * at.q);
   }
 }
 
@@ -296,11 +312,18 @@ void launch(const StridedDgradArgs& a, DType dtype, const Layout& l, cudaStream_
       tensor_map(kName, "filter", map_type(dtype), a.filter, {size(s.out_channels), size(s.in_channels), kTaps, 1},
                  {tap * kTaps, tap, tap * kTaps * s.in_channels}, {box(k.block_channels), kChannels, 1, 1},
                  {1, 1, 1, 1}, k.row_bytes);
-  for (int parity = 0; parity < 2; ++parity) {
-    k.x[parity] = tensor_map(
-        kName, "grad_x", map_type(dtype), static_cast<T*>(a.grad_x) + parity * int64_t(s.in_w) * s.in_channels,
-        {size(s.in_channels), size(s.in_w), size((s.in_h + 1 - parity) / 2), size(s.batch)},
-        {x_row, 2 * x_row * s.in_w, x_row * s.in_w * s.in_h}, {kChannels, 16, 2, 1}, {1, 1, 1, 1}, 2 * kChannels);
+  constexpr int kColumnStep = stores_columns_apart(kChannels) ? 2 : 1;
+  const auto map_of_x = [&](int odd_row, int odd_column) {
+    return tensor_map(kName, "grad_x", map_type(dtype),
+                      static_cast<T*>(a.grad_x) + (odd_row * int64_t(s.in_w) + odd_column) * s.in_channels,
+                      {size(s.in_channels), size(ceil_div(s.in_w - odd_column, kColumnStep)),
+                       size((s.in_h + 1 - odd_row) / 2), size(s.batch)},
+                      {kColumnStep * x_row, 2 * x_row * s.in_w, x_row * s.in_w * s.in_h},
+                      {kChannels, 16 / kColumnStep, 2, 1}, {1, 1, 1, 1}, 2 * kChannels);
+  };
+  for (int odd = 0; odd < 2; ++odd) {
+    k.x[odd] = map_of_x(odd, 0);
+    if constexpr (stores_columns_apart(kChannels)) k.odd_columns[odd] = map_of_x(odd, 1);
   }
   k.workers = l.workers;
   k.blocks = l.blocks;

@@ -11,6 +11,9 @@
 //                 warpgroup has a row of the filter. Its three taps are one product: columns of x that are one pixel apart
 //                 are blocks of channels 128 bytes apart, which the descriptor of an operand can say. So x crosses L2 once
 //                 for nine taps. With stride 2, two products: taps 0 and 2 lie in the same residue.
+//                 48 input channels are three blocks of 16, which lie one behind the other in each row of the window: so
+//                 those of three rows have one distance, and a warpgroup has a column of the filter in one product.
+//                 96 output channels are the columns of the sums: each warpgroup has two taps of 32 input channels as rows.
 // Pixels outside of the image, and of grad_z outside of the map, are zeros of the copy engine. Where x is infinite or NaN
 // next to the map's lower or right edge, such a zero makes NaN of a tap that reads past the edge; of that input channel
 // other taps are NaN then anyway.
@@ -61,12 +64,20 @@ struct BlockWork {
   int first_filter, first_channel, slice, first_stage, end_stage;
 };
 
+// The products of a warpgroup. 1x1, or the three taps of a filter's row; these with stride 2, as taps 0 and 2 and tap 1; the
+// three taps of a filter's column; and with the operands turned, two taps as rows.
+enum class Products { kRow, kSplitRow, kColumn, kTurned };
+
+template <Products kProducts>
 __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   BlockWork work;
   const int tiles = args.filter_tiles * args.channel_tiles, tile = static_cast<int>(blockIdx.x) % tiles;
   // Blocks of one slice run together and find each other's pixels in L2.
   work.slice = static_cast<int>(blockIdx.x) / tiles;
-  work.first_filter = tile % args.filter_tiles * (args.window ? 64 : 64 * args.warpgroups);
+  work.first_filter = tile % args.filter_tiles *
+                      (kProducts == Products::kTurned ? kWgradTurnedWidth
+                       : args.window                  ? 64
+                                                      : 64 * args.warpgroups);
   work.first_channel = tile / args.filter_tiles * args.tile_channels;
   work.first_stage = static_cast<int>(int64_t(work.slice) * args.pixel_stages / args.slices);
   work.end_stage = static_cast<int>(int64_t(work.slice + 1) * args.pixel_stages / args.slices);
@@ -74,6 +85,7 @@ __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
 }
 
 // By a whole warp; `leads`: 1 in one lane.
+template <Products kProducts>
 __device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t leads, StageRing ring, uint32_t stages,
                                             const BlockWork& work) {
   int q = 0, p = 0, n = 0;
@@ -90,8 +102,18 @@ __device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t lea
     if (args.window) {
       const int column = q * 8, row = p * args.tile_rows;
       load_box(leads, to + args.grad_offset, &args.grad, filled, work.first_filter, column, row, n);
+      if constexpr (kProducts == Products::kTurned) {
+        for (int copy = 1; copy < args.grad_copies; ++copy) {
+          load_box(leads, to + args.grad_offset + copy * args.grad_copy_bytes, &args.grad, filled,
+                   work.first_filter + copy * args.grad_copy_channels, column, row, n);
+        }
+      }
       const int left = column * args.stride - args.pad_w, top = row * args.stride - args.pad_h;
-      for (int plane = 0; plane < args.x_copies; ++plane) {  // one, or four: residues (y, x)
+      if constexpr (kProducts == Products::kColumn) {
+        load_box_5d(leads, to, &args.x, filled, 0, left, work.first_channel / 16, top, n);
+      }
+      for (int plane = 0; kProducts != Products::kColumn && plane < args.x_copies;
+           ++plane) {  // one, or four: residues (y, x)
         load_box(leads, to + plane * args.x_copy_bytes, &args.x, filled, work.first_channel, left + (plane & 1),
                  top + (plane >> 1), n);
       }
@@ -117,23 +139,50 @@ __device__ __forceinline__ void load_stages(const KernelArgs& args, uint32_t lea
   }
 }
 
-// A warpgroup's sums: all in one product, or (kSplit) those of the taps 0 and 2, and of tap 1.
-template <int kWidth, bool kSplit>
+// A warpgroup's sums: all in one product, or (kSplitRow) those of the taps 0 and 2, and of tap 1.
+template <int kWidth, Products kProducts>
 struct Sums {
   float all[kWidth / 2] = {};
 };
 template <int kWidth>
-struct Sums<kWidth, true> {
+struct Sums<kWidth, Products::kSplitRow> {
   float outer[kWidth / 3] = {}, inner[kWidth / 6] = {};
 };
 
-template <class T, int kWidth, bool kSplit>
+// Of the nine taps in the order in which they lie in a window, or in the four residues' windows with stride 2: so that the
+// second block of a product lies behind the first.
+constexpr int kTaps = 9;
+__device__ __forceinline__ int turned_tap(const KernelArgs& args, int position) {
+  const uint64_t order = args.stride == 1 ? 0x876543210 : 0x453718620;
+  return static_cast<int>(order >> 4 * position & 15);
+}
+
+template <class T, int kWidth, Products kProducts>
 class Worker {
+  static constexpr bool kSplit = kProducts == Products::kSplitRow;
+
  public:
   __device__ __forceinline__ Worker(const KernelArgs& args, StageRing ring, uint32_t stages, int warpgroup)
       : args_(args), ring_(ring), signals_(threadIdx.x % 32 == 0) {
     grad_layout_ = descriptor_layout(args.grad_row_bytes, args.grad_group_bytes);
     x_layout_ = descriptor_layout(args.x_row_bytes, args.x_group_bytes);
+    first_inner_ = 0;
+    if constexpr (kProducts == Products::kTurned) {
+      const auto at = [&](int position) {
+        const int tap = turned_tap(args, position), r = tap / 3, s = tap % 3, residues = args.stride - 1;
+        return (r & residues) * 2 * args.x_copy_bytes + (s & residues) * args.x_copy_bytes +
+               (r >> residues) * args.filter_row_bytes + (s >> residues) * args.x_row_bytes;
+      };
+      const int first = 2 * warpgroup;  // of the last, the second block is the first one again, and not stored
+      first_x_ = transposed_start(stages + at(first), at(min(first + 1, kTaps - 1)) - at(first));
+      first_grad_ = transposed_start(stages + args.grad_offset, args.grad_copy_bytes);
+      return;
+    }
+    if constexpr (kProducts == Products::kColumn) {
+      first_x_ = transposed_start(stages + warpgroup * args.x_row_bytes, args.x_block_bytes);
+      first_grad_ = transposed_start(stages + args.grad_offset, 0);
+      return;
+    }
     // Fewer than 64 output channels: the blocks behind them are the first one again, and not stored.
     first_grad_ = transposed_start(stages + args.grad_offset + (args.window ? 0 : warpgroup * args.grad_copy_bytes), 0);
     if (kSplit) {  // rows 0 and 2 of the filter read the residue 0 of the rows of x, row 1 the other
@@ -143,11 +192,10 @@ class Worker {
       first_inner_ = transposed_start(plane + args.x_copy_bytes, 0);
     } else {
       first_x_ = transposed_start(stages + (args.window ? warpgroup * args.filter_row_bytes : 0), args.x_block_bytes);
-      first_inner_ = 0;
     }
   }
 
-  __device__ __forceinline__ void sum_stages(Sums<kWidth, kSplit>& sums, int count) {
+  __device__ __forceinline__ void sum_stages(Sums<kWidth, kProducts>& sums, int count) {
     if (args_.five_steps) {
       sum_stages_by<5>(sums, count);
     } else {
@@ -158,7 +206,7 @@ class Worker {
  private:
   // Loops that run at least once, as the compiler has to see to keep the products asynchronous.
   template <int kSteps>
-  __device__ __forceinline__ void sum_stages_by(Sums<kWidth, kSplit>& sums, int count) {
+  __device__ __forceinline__ void sum_stages_by(Sums<kWidth, kProducts>& sums, int count) {
     uint32_t emptied = 0, releases = 0;
     do {
       barrier_wait(ring_.filled(), ring_.parity);
@@ -174,6 +222,8 @@ class Worker {
             wgmma<T, kWidth / 3 * 2, true>(sums.outer, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
             wgmma<T, kWidth / 3, true>(sums.inner, descriptor(grad_layout_, grad), descriptor(x_layout_, inner));
             inner += args_.x_step;
+          } else if constexpr (kProducts == Products::kTurned) {
+            wgmma<T, kWidth, true>(sums.all, descriptor(x_layout_, x), descriptor(grad_layout_, grad));
           } else {
             wgmma<T, kWidth, true>(sums.all, descriptor(grad_layout_, grad), descriptor(x_layout_, x));
           }
@@ -219,11 +269,36 @@ __device__ __forceinline__ void store_sums(const KernelArgs& args, float* slice,
   }
 }
 
-template <int kWidth>
-constexpr int kMaxThreads = wgrad_max_warpgroups(kWidth) * 128 + 32;
+// Sums of the taps at two positions, of 32 input channels each, in columns of output channels.
+template <int kColumns>
+__device__ __forceinline__ void store_turned_sums(const KernelArgs& args, float* slice,
+                                                  const float (&sum)[kColumns / 2], int first_position,
+                                                  const BlockWork& work) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int position = first_position + warp / 2, filter_floats = args.taps * args.pitch;
+  if (position >= kTaps) return;
+  const int tap = turned_tap(args, position);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int c = work.first_channel + 16 * (warp % 2) + lane / 4 + 8 * h;
+    if (c >= args.in_channels) continue;
+    float* const column = slice + tap * args.pitch + c;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int k = work.first_filter + 8 * j + 2 * (lane % 4);
+      if (k < args.out_channels) column[int64_t(k) * filter_floats] = sum[4 * j + 2 * h];
+      if (k + 1 < args.out_channels) column[int64_t(k + 1) * filter_floats] = sum[4 * j + 2 * h + 1];
+    }
+  }
+}
 
-template <class T, int kWidth, bool kSplit>
-__global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(const __grid_constant__ KernelArgs args) {
+template <int kWidth, Products kProducts>
+constexpr int kMaxThreads =
+    (kProducts == Products::kTurned ? kWgradTurnedWarpgroups : wgrad_max_warpgroups(kWidth)) * 128 + 32;
+
+template <class T, int kWidth, Products kProducts>
+__global__ __launch_bounds__(kMaxThreads<kWidth, kProducts>,
+                             1) void wgrad_sm90_kernel(const __grid_constant__ KernelArgs args) {
 #if YOLO12_HAS_WGMMA
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
@@ -242,18 +317,25 @@ __global__ __launch_bounds__(kMaxThreads<kWidth>, 1) void wgrad_sm90_kernel(cons
     barrier_init_fence();
   }
   __syncthreads();
-  const BlockWork work = work_of_block(args);
+  const BlockWork work = work_of_block<kProducts>(args);
   if (warp >= 4 * args.warpgroups) {
-    load_stages(args, threadIdx.x % 32 == 0, ring, base, work);
+    load_stages<kProducts>(args, threadIdx.x % 32 == 0, ring, base, work);
     return;
   }
   const int warpgroup = warp / 4;
-  Sums<kWidth, kSplit> sums;
-  Worker<T, kWidth, kSplit>(args, ring, base, warpgroup).sum_stages(sums, work.end_stage - work.first_stage);
+  Sums<kWidth, kProducts> sums;
+  Worker<T, kWidth, kProducts>(args, ring, base, warpgroup).sum_stages(sums, work.end_stage - work.first_stage);
   wait_for_earlier_kernels();  // they may still read the workspace
   float* const slice = args.workspace + work.slice * args.slice_floats;
   constexpr int kTapColumns = kWidth % 3 == 0 ? kWidth / 3 : kWidth;
-  if constexpr (kSplit) {
+  if constexpr (kProducts == Products::kTurned) {
+    store_turned_sums<kWidth>(args, slice, sums.all, 2 * warpgroup, work);
+  } else if constexpr (kProducts == Products::kColumn) {
+    store_sums<kWidth>(
+        args, slice, sums.all, work.first_filter, work,
+        [warpgroup](int column) { return column / kTapColumns * 3 + warpgroup; },
+        [](int column) { return column % kTapColumns; });
+  } else if constexpr (kProducts == Products::kSplitRow) {
     const int tap = 3 * warpgroup;
     const auto channel = [](int column) { return column % kTapColumns; };
     store_sums<kWidth / 3 * 2>(
@@ -354,7 +436,7 @@ Strides effective_strides(const ConvShape& s, Strides x) {
   return x;
 }
 
-template <class T, int kWidth, bool kSplit>
+template <class T, int kWidth, Products kProducts>
 void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t stream) {
   const ConvShape& s = a.shape;
   const Strides x = effective_strides(s, a.x_strides);
@@ -394,17 +476,27 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
                         {size(s.out_channels), size(s.out_w), size(s.out_h), size(s.batch)},
                         {grad_row, grad_row * s.out_w, grad_row * s.out_w * s.out_h},
                         {box(grad_channels), 8, box(tile_rows), 1}, {1, 1, 1, 1}, plan.grad_row_bytes);
-    k.x = tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), size(s.in_w), size(s.in_h), size(s.batch)},
-                     {bytes(x.w), bytes(x.h), bytes(x.n)},
-                     {box(x_channels), box(window.w) * step, box(window.h) * step, 1}, {1, step, step, 1},
-                     plan.x_row_bytes);
-    k.grad_copies = 1;
+    if constexpr (kProducts == Products::kColumn) {
+      k.x = tensor_map(kName, "x", map_type(dtype), a.x,
+                       {size(x_channels), size(s.in_w), size(s.in_channels / x_channels), size(s.in_h), size(s.batch)},
+                       {bytes(x.w), bytes(x_channels), bytes(x.h), bytes(x.n)},
+                       {box(x_channels), box(window.w), box(window.blocks), box(window.h), 1}, {1, 1, 1, 1, 1},
+                       plan.x_row_bytes);
+    } else {
+      k.x = tensor_map(
+          kName, "x", map_type(dtype), a.x, {size(s.in_channels), size(s.in_w), size(s.in_h), size(s.batch)},
+          {bytes(x.w), bytes(x.h), bytes(x.n)}, {box(x_channels), box(window.w) * step, box(window.h) * step, 1},
+          {1, step, step, 1}, plan.x_row_bytes);
+    }
+    k.grad_copies = wgrad_grad_copies(plan);
     k.x_copies = window.planes;
     k.x_copy_bytes = window.plane_bytes;
     k.filter_row_bytes = window.w * plan.x_row_bytes;
-    k.x_group_bytes = window.w * plan.x_row_bytes;
-    k.x_block_bytes = plan.x_row_bytes;  // taps are a pixel apart
-    k.filled_bytes = k.grad_copy_bytes + window.planes * window.w * window.h * plan.x_row_bytes;
+    k.x_group_bytes = window.w * window.blocks * plan.x_row_bytes;
+    // Taps are a pixel apart; blocks of 16 channels, and the rows of taps behind them, as many pixels as a window is wide.
+    k.x_block_bytes = (kProducts == Products::kColumn ? window.w : 1) * plan.x_row_bytes;
+    k.filled_bytes =
+        k.grad_copies * k.grad_copy_bytes + window.planes * window.w * window.blocks * window.h * plan.x_row_bytes;
   } else {
     const auto pixels = size(s.out_pixels());
     // From whichever dimension has more than one pixel: the others' strides mean nothing.
@@ -415,7 +507,7 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
     k.x = tensor_map(kName, "x", map_type(dtype), a.x, {size(s.in_channels), pixels, 1, 1},
                      {x_row, x_row * pixels, x_row * pixels}, {box(x_channels), box(plan.pixels), 1, 1}, {1, 1, 1, 1},
                      plan.x_row_bytes);
-    k.grad_copies = plan.warpgroups;
+    k.grad_copies = wgrad_grad_copies(plan);
     k.x_copies = ceil_div(plan.channels, x_channels);
     k.x_copy_bytes = plan.pixels * plan.x_row_bytes;
     k.filter_row_bytes = 0;
@@ -436,7 +528,7 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
   k.workspace = static_cast<float*>(a.workspace);
   k.slice_floats = wgrad_slice_floats(s);
 
-  constexpr auto kKernel = wgrad_sm90_kernel<T, kWidth, kSplit>;
+  constexpr auto kKernel = wgrad_sm90_kernel<T, kWidth, kProducts>;
   const int shared_bytes = k.stages * k.stage_bytes + std::max(2 * 8 * k.stages, wgrad_tail_bytes(plan));
   allow_shared_bytes(kKernel, shared_bytes);
   const unsigned int grid = checked_grid(int64_t(k.filter_tiles) * k.channel_tiles * k.slices, kName);
@@ -454,24 +546,28 @@ constexpr bool is_built_for_hopper() {
 template <class T>
 void choose(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t stream) {
   if constexpr (is_built_for_hopper()) {
-    if (plan.window && a.shape.stride_w == 2) {
+    if (plan.turned) {
+      return launch<T, kWgradTurnedWidth, Products::kTurned>(a, dtype, plan, stream);
+    } else if (plan.window && a.shape.stride_w == 2) {
       switch (plan.width) {
-        case 48: return launch<T, 48, true>(a, dtype, plan, stream);
-        case 96: return launch<T, 96, true>(a, dtype, plan, stream);
-        case 192: return launch<T, 192, true>(a, dtype, plan, stream);
+        case 48: return launch<T, 48, Products::kSplitRow>(a, dtype, plan, stream);
+        case 96: return launch<T, 96, Products::kSplitRow>(a, dtype, plan, stream);
+        case 192: return launch<T, 192, Products::kSplitRow>(a, dtype, plan, stream);
         default: break;
       }
+    } else if (plan.width == kWgradColumnWidth) {
+      return launch<T, kWgradColumnWidth, Products::kColumn>(a, dtype, plan, stream);
     } else {
       switch (plan.width) {
-        case 16: return launch<T, 16, false>(a, dtype, plan, stream);
-        case 32: return launch<T, 32, false>(a, dtype, plan, stream);
-        case 48: return launch<T, 48, false>(a, dtype, plan, stream);
-        case 64: return launch<T, 64, false>(a, dtype, plan, stream);
-        case 80: return launch<T, 80, false>(a, dtype, plan, stream);
-        case 96: return launch<T, 96, false>(a, dtype, plan, stream);
-        case 128: return launch<T, 128, false>(a, dtype, plan, stream);
-        case 192: return launch<T, 192, false>(a, dtype, plan, stream);
-        case 256: return launch<T, 256, false>(a, dtype, plan, stream);
+        case 16: return launch<T, 16, Products::kRow>(a, dtype, plan, stream);
+        case 32: return launch<T, 32, Products::kRow>(a, dtype, plan, stream);
+        case 48: return launch<T, 48, Products::kRow>(a, dtype, plan, stream);
+        case 64: return launch<T, 64, Products::kRow>(a, dtype, plan, stream);
+        case 80: return launch<T, 80, Products::kRow>(a, dtype, plan, stream);
+        case 96: return launch<T, 96, Products::kRow>(a, dtype, plan, stream);
+        case 128: return launch<T, 128, Products::kRow>(a, dtype, plan, stream);
+        case 192: return launch<T, 192, Products::kRow>(a, dtype, plan, stream);
+        case 256: return launch<T, 256, Products::kRow>(a, dtype, plan, stream);
         default: break;
       }
     }
