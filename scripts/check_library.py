@@ -29,7 +29,7 @@ HOT = ("implicit_gemm", "depthwise", "pointwise", "stem", "attention", "wgrad", 
 # Mangled names have the length before the name.
 TENSOR_CORE_FAMILIES = (
     "implicit_gemm", "attention", r"\dwgrad_sm90_kernel", r"\ddgrad_strided_sm90_kernel",
-    r"\dpointwise_backward_sm90_kernel",
+    r"\dpointwise_backward_sm90_kernel", r"\dwgrad_depthwise_sm90_kernel",
 )  # fmt: skip
 # 7.5 is served and not tuned: the GEMM's instructions begin with 8.0 (the tile menu gives 7.5 other kernels), and
 # bfloat16, which it has no instructions for, spills a word in one kernel.

@@ -136,10 +136,52 @@ def test_gradients(cuda, case, precision):
     check(case, precision, cuda)
 
 
+@pytest.mark.parametrize("target", ["sm90", "sm80"])
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("kernel", [3, 7])
+@pytest.mark.parametrize(
+    ("batch", "channels", "h", "w"),
+    [
+        (1, 64, 40, 40),
+        (5, 72, 20, 20),
+        (3, 8, 1, 1),
+        (1, 24, 1, 50),
+        (4, 200, 13, 1),
+        (2, 40, 33, 47),
+        (2, 40, 31, 48),
+        (3, 96, 17, 23),
+        (3, 96, 18, 24),
+        (7, 520, 12, 8),
+        (1, 16, 81, 161),
+        (32, 32, 80, 80),
+        (3, 10, 9, 11),
+        (3, 13, 9, 11),
+    ],
+)
+def test_depthwise_weight(cuda, monkeypatch, batch, channels, h, w, kernel, precision, target):
+    """One image and odd numbers of them, widths around those of a block, odd channels, all kernels there are."""
+    if target == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setenv("YOLO12_FASTCONV_TARGET", target)
+    name = f"depthwise-{kernel}x{kernel}-{batch}x{channels}-{h}x{w}"
+    square, pad = (kernel, kernel), (kernel // 2, kernel // 2)
+    case = cases.Case(name, channels, channels, h, w, square, (1, 1), pad, groups=channels, batch=batch)
+    wgrad = describe(case, op_checks.PRECISIONS[precision])[1]
+    special = target == "sm90" and kernel == 7 and channels % 8 == 0
+    assert wgrad == ("wgrad/depthwise/sm90" if special else "wgrad/simt")
+    check(case, precision, cuda)
+
+
 @pytest.mark.parametrize("layout", ["slice", "misaligned", "crop", "nchw", "transposed", "expanded"])
 @pytest.mark.parametrize(
     "case",
-    [dense(64, 72, 20, 24, 1), dense(64, 72, 20, 24, 3), dense(64, 72, 20, 24, 3, 2), DEPTHWISE[0]],
+    [
+        dense(64, 72, 20, 24, 1),
+        dense(64, 72, 20, 24, 3),
+        dense(64, 72, 20, 24, 3, 2),
+        DEPTHWISE[0],
+        DEPTHWISE[14],
+    ],
     ids=str,
 )
 def test_layouts_of_x(cuda, case, layout):

@@ -50,7 +50,8 @@ def test_own_kernels_have_every_layer_of_the_models(monkeypatch, dtype, batch):
     monkeypatch.setenv("YOLO12_FASTCONV_GRADIENTS", "own")
     for case in shapes(batch):
         dgrad, wgrad = gradients(case, dtype)
-        expected = "wgrad/simt" if case.groups > 1 else "wgrad/stem" if case.ci == 3 else "wgrad/sm90"
+        depthwise = "wgrad/depthwise/sm90" if case.kernel == (7, 7) else "wgrad/simt"
+        expected = depthwise if case.groups > 1 else "wgrad/stem" if case.ci == 3 else "wgrad/sm90"
         assert wgrad.startswith(expected), f"{case}: {wgrad}"
         # With stride 2 the weights of 16 input channels at least have to fit shared memory.
         strided = "dgrad/sm90/strided" if case.ci >= 8 and case.co <= 512 else "aten"
@@ -158,6 +159,16 @@ def test_other_gpus_and_dtypes():
     assert gradients(case, torch.float32) == ("aten", "wgrad/simt")
     assert gradients(case, torch.float32, tf32=True) == ("aten", "aten")
     assert gradients(case, torch.float64) == ("aten", "wgrad/simt")
+
+
+def test_depthwise_weight():
+    """7x7 in half has a kernel of its own for 9.0, from multiples of 8 channels on."""
+    case = cases.Case("", 64, 64, 20, 20, (7, 7), (1, 1), (3, 3), groups=64)
+    assert gradients(case)[1] == gradients(case, torch.bfloat16)[1] == "wgrad/depthwise/sm90"
+    assert gradients(replace(case, h=1, w=100, batch=1))[1] == "wgrad/depthwise/sm90"
+    assert gradients(case, capability=80)[1] == gradients(case, torch.float32)[1] == "wgrad/simt"
+    for change in ({"ci": 60, "co": 60, "groups": 60}, {"kernel": (3, 3)}, {"stride": (2, 2)}):
+        assert gradients(replace(case, **change))[1] == "wgrad/simt", change
 
 
 def test_switches(monkeypatch):

@@ -7,6 +7,7 @@
 
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
+#include "device/wgrad_depthwise.h"
 #include "targets.h"
 
 namespace yolo12_fastconv {
@@ -122,6 +123,8 @@ GradientChoice choose_gradients(const MenuQuery& query, bool slices_x) {
   choice.dgrad = choose_dgrad(query, wished);
   if (has_wgrad(query.shape, query.dtype, query.allow_tf32)) {
     choice.wgrad = WgradFamily::kSimt;
+    choice.depthwise_sm90 = wished != Wish::kAten && serves_sm90(query.capability) &&
+                            wgrad_depthwise_sm90_slices(query.shape, query.dtype) > 0;
     return choice;
   }
   if (!is_half(query.dtype) || wished == Wish::kAten || !serves_sm90(query.capability)) return choice;
@@ -164,6 +167,7 @@ std::string dgrad_name(const GradientChoice& choice, const MenuQuery& query) {
 
 std::string wgrad_name(const GradientChoice& choice) {
   if (choice.stem) return "wgrad/stem";
+  if (choice.depthwise_sm90) return "wgrad/depthwise/sm90";
   switch (choice.wgrad) {
     case WgradFamily::kSm90: return wgrad_sm90_name(choice.plan);
     case WgradFamily::kSimt: return "wgrad/simt";

@@ -20,6 +20,7 @@ struct GradientChoice {
   bool strided_dgrad = false;  // kernels/dgrad_strided_sm90.cu instead, where grad_z is aligned as it wants it
   WgradFamily wgrad = WgradFamily::kAten;
   WgradPlan plan;  // kSm90 only
+  bool depthwise_sm90 = false;  // kernels/wgrad_depthwise_sm90.cu instead of kSimt, where it serves what it reads
   bool stem = false;  // kernels/wgrad_stem.cu instead, where it serves x as it lies at the call
   // kernels/pointwise_backward_sm90.cu for grad_z and both, where a batch norm's backward is asked for as a whole.
   bool one_pass = false;

@@ -9,6 +9,7 @@
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "device/training_kernels.h"
+#include "device/wgrad_depthwise.h"
 #include "gradient_menu.h"
 
 namespace yolo12_fastconv {
@@ -234,6 +235,8 @@ Tensor weight_gradient(const Convolution& convolution, const GradientChoice& cho
     wgrad_stem(args, dtype_of(x.scalar_type()), dtype, convolution.stream());
   } else if (sm90) {
     wgrad_sm90(args, dtype, choice.plan, convolution.stream());
+  } else if (choice.depthwise_sm90 && wgrad_depthwise_sm90_serves(args, dtype)) {
+    wgrad_depthwise_sm90(args, dtype, convolution.stream());
   } else {
     wgrad(args, dtype, convolution.stream());
   }

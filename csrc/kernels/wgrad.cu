@@ -15,7 +15,8 @@
 // - wgrad_depthwise_taps_kernel, half and bfloat16, square filters with stride 1, an even number of channels: a thread has
 //   two channels and all taps. A column of x and one value of grad_z bring 49 FMAs per channel for 7x7. Chains are those
 //   of a slice, some thousand products, which adds 1e-6 to a result that stock rounds to half.
-//   Of 7x7 it has what wgrad_depthwise_mma.cu does not: channels that are no multiple of 8, GPUs without tensor cores.
+//   Of 7x7 it has what wgrad_depthwise_sm90.cu and wgrad_depthwise_mma.cu do not: channels that are no multiple of 8, GPUs
+//   without tensor cores.
 // - wgrad_depthwise_kernel, the rest in half, bfloat16 and float; 3, 5 or 7 taps in a row, stride_w 1 or 2. One thread: two channels
 //   (one, where width or alignment do not allow words) and one row of taps. It runs along rows of outputs with a window
 //   of x in registers: an output costs one load of x, one of grad_z and S FMAs per channel. The threads of a block take
@@ -39,6 +40,7 @@
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
+#include "device/wgrad_depthwise.h"
 
 namespace yolo12_fastconv {
 namespace {
@@ -773,6 +775,7 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
   int slices = std::max(cut_depthwise(s, kDepthwiseLanes).slices, cut_depthwise(s, 1).slices);
   if (taps_served(s, dtype)) slices = std::max(slices, cut_taps(s).slices);
   slices = std::max(slices, wgrad_depthwise_mma_slices(s, dtype));
+  slices = std::max(slices, wgrad_depthwise_sm90_slices(s, dtype));
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
 
