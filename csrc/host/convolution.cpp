@@ -8,6 +8,7 @@
 #include "aten.h"
 #include "device/kernels.h"
 #include "device/small_pass.h"
+#include "device/stats_kernels.h"
 #include "stats_plan.h"
 
 namespace yolo12_fastconv {
@@ -146,19 +147,22 @@ Tensor Convolution::run(const Affine& affine, Act act, const OptionalTensor& res
   return y;
 }
 
+void OutputStats::allocate(const Tensor& like, int count, int channels) {
+  workspace = empty_bytes(like, tile_stats_bytes(count, channels));
+  parts = tile_stats_at(workspace.mutable_data_ptr(), count, channels);
+}
+
 Tensor Convolution::run_with_stats(const Affine& bias, OutputStats& stats) const {
   const ConvShape& s = shape_;
   const std::optional<Sm90Plan> plan = choose_stats_plan(query());
-  if (!plan.has_value() || s.out_pixels() == 0 || s.out_channels == 0) {
+  const KernelChoice choice = plan.has_value() ? KernelChoice{Family::kImplicitGemmSm90, {}, *plan} : choose();
+  const bool may_serve = plan.has_value() || choice.family == Family::kDepthwiseMma || choice.family == Family::kStem;
+  if (!may_serve || s.out_pixels() == 0 || s.out_channels == 0) {
     return run(bias, Act::kIdentity, std::nullopt, /*pad_pixels=*/true);
   }
-  const KernelChoice choice = {Family::kImplicitGemmSm90, {}, *plan};
-  const int parts = implicit_gemm_sm90_parts(s, *plan);
-  stats.workspace = empty_bytes(x_, tile_stats_bytes(parts, s.out_channels));
-  stats.parts = tile_stats_at(stats.workspace.mutable_data_ptr(), parts, s.out_channels);
   const int64_t pitch = pixel_pitch();
   const Tensor y = empty_rows(x_, s.batch, s.out_channels, s.out_h, s.out_w, pitch, dtype_);
-  launch(choice, bias, Act::kIdentity, std::nullopt, y, pitch, stats.parts);
+  launch(choice, bias, Act::kIdentity, std::nullopt, y, pitch, &stats);
   return y;
 }
 
@@ -188,7 +192,7 @@ MenuQuery Convolution::query() const { return {shape_, dtype_, allow_tf32_, capa
 KernelChoice Convolution::choose() const { return choose_kernel(query()); }
 
 void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
-                         const Tensor& y, int64_t pitch, const TileStats& stats) const {
+                         const Tensor& y, int64_t pitch, OutputStats* stats) const {
   const ConvShape& s = shape_;
   ConvArgs args;
   args.shape = s;
@@ -213,14 +217,14 @@ void Convolution::launch(const KernelChoice& choice, const Affine& affine, Act a
     case Family::kImplicitGemm:
     case Family::kImplicitGemmSm90: run_implicit_gemm(args, choice, stats); break;
     case Family::kDepthwiseMma:
-    case Family::kDepthwise: run_depthwise(args, choice); break;
-    case Family::kStem: run_stem(args); break;
+    case Family::kDepthwise: run_depthwise(args, choice, stats); break;
+    case Family::kStem: run_stem(args, stats); break;
     case Family::kDirect: run_direct(args); break;
     case Family::kAten: break;
   }
 }
 
-void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, const TileStats& stats) const {
+void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, OutputStats* stats) const {
   const ConvShape& s = shape_;
   const int padded = round_up(s.in_channels, 16 / size_of(dtype_));
   Tensor x = x_, weight = weight_;
@@ -248,8 +252,9 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, c
     args.weight = weight.const_data_ptr();
   }
   args.weight_strides = {taps * padded, 1, int64_t(s.kernel_w) * padded, padded};
-  if (sm90 && stats.parts > 0) {
-    implicit_gemm_sm90_stats(args, dtype_, choice.sm90, stats, stream_);
+  if (sm90 && stats != nullptr) {
+    stats->allocate(x_, implicit_gemm_sm90_parts(s, choice.sm90), s.out_channels);
+    implicit_gemm_sm90_stats(args, dtype_, choice.sm90, stats->parts, stream_);
   } else if (sm90 && choice.once.channels > 0 && fits_implicit_gemm_sm90_once(args, choice.once)) {
     implicit_gemm_sm90_once(args, dtype_, choice.once, stream_);
   } else if (sm90 && choice.shared.channels > 0 && fits_implicit_gemm_sm90_shared(args, choice.shared)) {
@@ -261,27 +266,36 @@ void Convolution::run_implicit_gemm(ConvArgs args, const KernelChoice& choice, c
   }
 }
 
-void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice) const {
+void Convolution::run_depthwise(ConvArgs args, const KernelChoice& choice, OutputStats* stats) const {
   const Tensor x = cast_x(), weight = dtype_of(weight_.scalar_type()) == dtype_ ? weight_ : cast_weight();
   args.x = x.const_data_ptr();
   args.x_strides = strides_of(x);
   args.weight = weight.const_data_ptr();
   args.weight_strides = strides_of(weight);
-  if (choice.family == Family::kDepthwiseMma && has_aligned_rows(x, dtype_) && has_aligned_residual(args, dtype_)) {
-    depthwise_mma(args, dtype_, choice.depthwise, stream_);
-  } else {
+  if (choice.family != Family::kDepthwiseMma || !has_aligned_rows(x, dtype_) || !has_aligned_residual(args, dtype_)) {
     depthwise(args, dtype_, stream_);
+  } else if (const int parts = stats != nullptr ? depthwise_mma_parts(shape_, choice.depthwise) : 0; parts > 0) {
+    stats->allocate(x_, parts, shape_.out_channels);
+    depthwise_mma_stats(args, dtype_, choice.depthwise, stats->parts, stream_);
+  } else {
+    depthwise_mma(args, dtype_, choice.depthwise, stream_);
   }
 }
 
-void Convolution::run_stem(ConvArgs args) const {
+void Convolution::run_stem(ConvArgs args, OutputStats* stats) const {
   Tensor x = x_;  // half where bfloat16 is asked for, or double, is cast first
   if (const DType given = dtype_of(x_.scalar_type()); given != dtype_ && given != DType::kFloat32) {
     x = cast_x();
     args.x = x.const_data_ptr();
     args.x_strides = strides_of(x);
   }
-  stem(args, dtype_of(x.scalar_type()), dtype_of(weight_.scalar_type()), dtype_, stream_);
+  const DType x_dtype = dtype_of(x.scalar_type()), weight_dtype = dtype_of(weight_.scalar_type());
+  if (const int parts = stats != nullptr ? stem_parts(args, x_dtype, dtype_) : 0; parts > 0) {
+    stats->allocate(x_, parts, shape_.out_channels);
+    stem_stats(args, x_dtype, weight_dtype, dtype_, stats->parts, stream_);
+  } else {
+    stem(args, x_dtype, weight_dtype, dtype_, stream_);
+  }
 }
 
 void Convolution::run_direct(ConvArgs args) const {

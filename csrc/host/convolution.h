@@ -25,6 +25,9 @@ void check_out(const Tensor& out, const ConvShape& s, DType dtype, const Tensor&
 struct OutputStats {
   Tensor workspace;
   TileStats parts = {};
+
+  // Room for so many parts of `channels` channels, on the device of `like`.
+  void allocate(const Tensor& like, int count, int channels);
 };
 
 class Convolution {
@@ -57,11 +60,12 @@ class Convolution {
   MenuQuery query() const;
   KernelChoice choose() const;
   // y: not empty, pixels `pitch` elements apart.
+  // stats: what the kernel has taken of y on the way, if it can; may be null.
   void launch(const KernelChoice& choice, const Affine& affine, Act act, const OptionalTensor& residual,
-              const Tensor& y, int64_t pitch, const TileStats& stats = {}) const;
-  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice, const TileStats& stats) const;
-  void run_depthwise(ConvArgs args, const KernelChoice& choice) const;
-  void run_stem(ConvArgs args) const;
+              const Tensor& y, int64_t pitch, OutputStats* stats = nullptr) const;
+  void run_implicit_gemm(ConvArgs args, const KernelChoice& choice, OutputStats* stats) const;
+  void run_depthwise(ConvArgs args, const KernelChoice& choice, OutputStats* stats) const;
+  void run_stem(ConvArgs args, OutputStats* stats) const;
   void run_direct(ConvArgs args) const;
   Tensor run_aten(const Affine& affine, Act act, const OptionalTensor& residual) const;
 

@@ -16,7 +16,7 @@
 //   1. x to shared memory as [channel][row][column]: two pixels of 8 channels in registers, paired by 8 PRMTs;
 //   2. a warp, for a channel: B from a table of pairs of taps, kRows + kKernel - 1 ldmatrix.x4, kRows * kKernel products;
 //      scale, shift and activation, rounded, and over the channel's x, which no other warp reads: output (row, column) of
-//      the tile where x had (row, column);
+//      the tile where x had (row, column); for training, the channel's mean and squared deviations in the block;
 //   3. back to pixels as in step 1, and the channels of a pixel at a time to y.
 // Blocks of 32 channels for large grids: two per multiprocessor hide each other's loads, and memory is read 64 bytes at a
 // time, for which L1 looks up half as many lines as for 32. Narrow ones, of 16 and 8, for grids that would leave
@@ -37,6 +37,8 @@
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
+#include "device/row_moments.cuh"
+#include "device/stats_kernels.h"
 #include "device/tensor_core.cuh"
 
 namespace yolo12_fastconv {
@@ -86,8 +88,10 @@ struct MmaTile {
   // of 7x7 fills it; and 16 channels with 56 registers, which suffice on 9.0, would spill 16 bytes on 8.6.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
   static constexpr int kResident = kChannels == 8 ? 3 : kNarrow || kSharedBytes > 82 * 1024 ? 1 : 2;
+  static constexpr bool kNanBySums = false;  // 24 to 32 bytes spilled on 8.0 and 8.6
 #else
   static constexpr int kResident = kChannels == 8 ? 3 : 2;
+  static constexpr bool kNanBySums = !kNarrow;  // narrow blocks spilled 4 to 8 bytes
 #endif
   static_assert(kKernel % 2 == 1 && kUnitCols + kKernel - 1 <= 16, "B has 16 rows");
   static_assert(kChannels % kWarps == 0 && kChannels <= 32, "a lane of a warp folds each");
@@ -437,12 +441,6 @@ __device__ __forceinline__ void repair(UnitSums<Tile>& sums, const unsigned char
   }
 }
 
-template <class T>
-__device__ __forceinline__ uint32_t round_pair(float first, float second) {
-  const float pair[2] = {first, second};
-  return narrow<T>(pair).word;
-}
-
 template <class Tile>
 __device__ __forceinline__ void finish(UnitSums<Tile>& sums, float scale, float shift, Act act) {
 #pragma unroll
@@ -472,6 +470,106 @@ __device__ __forceinline__ void stage_results(const UnitSums<Tile>& results, uns
           round_pair<typename Tile::Element>(results[p][2 * u], results[p][2 * u + 1]);
     }
   }
+}
+
+// What of a unit lies in the map, for this lane: rows, and a mask over words of its two columns.
+struct UnitPart {
+  int rows;
+  uint32_t columns;
+};
+template <class Tile>
+__device__ __forceinline__ UnitPart part_of_unit(const ConvShape& s, const Tiling& g, const BlockPosition& at,
+                                                 int unit) {
+  int unit_row, unit_col;
+  g.by_unit_cols.divide(unit, unit_row, unit_col);
+  const int columns = s.out_w - at.column - unit_col * kUnitCols - static_cast<int>(threadIdx.x) % 4 * 2;
+  return {unit < g.unit_cols * g.unit_rows ? s.out_h - at.row - unit_row * Tile::kRows : 0,
+          columns >= 2 ? ~0u : (columns == 1 ? 0xffffu : 0u)};
+}
+
+// Outputs of the block inside of the map, per channel.
+template <class Tile>
+__device__ __forceinline__ int pixels_of_block(const ConvShape& s, const Tiling& g, const BlockPosition& at) {
+  int pixels = min(g.unit_rows * Tile::kRows, s.out_h - at.row) * min(g.unit_cols * kUnitCols, s.out_w - at.column);
+  asm volatile("" : "+r"(pixels));  // anew at each use: what follows from it spilled 4 to 16 bytes
+  return pixels;
+}
+
+// Of both, in all lanes.
+__device__ __forceinline__ float2 sums_of_warp(float a, float b) {
+  const bool second = threadIdx.x & 16;  // of which this half of the warp adds
+  float sum = (second ? b : a) + __shfl_xor_sync(0xffffffffu, second ? a : b, 16);
+#pragma unroll
+  for (int apart = 1; apart < 16; apart *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+  const float other = __shfl_xor_sync(0xffffffffu, sum, 16);
+  return second ? float2{other, sum} : float2{sum, other};
+}
+
+// Sums of a channel's results in the block and of their squares, as rounded, in all lanes.
+template <class Tile>
+__device__ __forceinline__ float2 channel_sums(const UnitSums<Tile>& results, const ConvShape& s, const Tiling& g,
+                                               const BlockPosition& at) {
+  constexpr int kRows = Tile::kRows;
+  const int lane = threadIdx.x % 32, units = g.unit_cols * g.unit_rows;
+  uint32_t words[kRows][2];
+#pragma unroll
+  for (int p = 0; p < kRows; ++p) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      words[p][u] = round_pair<typename Tile::Element>(results[p][2 * u], results[p][2 * u + 1]);
+    }
+  }
+  // Not all in the map; or a narrow block, for whose branch 4 bytes spilled.
+  if (Tile::kNarrow || pixels_of_block<Tile>(s, g, at) < g.unit_rows * Tile::kRows * g.unit_cols * kUnitCols) {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const UnitPart part = part_of_unit<Tile>(s, g, at, lane / 4 + u * 8);
+#pragma unroll
+      for (int p = 0; p < kRows; ++p) words[p][u] = p < part.rows ? words[p][u] & part.columns : 0;
+    }
+  }
+  RowMoments<typename Tile::Element> moments;  // a row of A: outputs of a unit
+#pragma unroll
+  for (int p = 0; p + 1 < kRows; p += 2) {
+    const uint32_t rows[4] = {words[p][0], words[p][1], words[p + 1][0], words[p + 1][1]};
+    moments.add(rows);
+  }
+  if constexpr (kRows % 2 == 1) moments.add(words[kRows - 1][0], words[kRows - 1][1]);
+  float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const bool counts = moments.owns() && lane / 4 + u * 8 < units;
+    sum += counts ? moments.sum(u) : 0.0f;
+    squares += counts ? moments.squares(u) : 0.0f;
+  }
+  return sums_of_warp(sum, squares);
+}
+
+// The same of deviations from `origin`, exact, from what stage_results() has put to `output`.
+template <class Tile>
+__device__ __forceinline__ float2 channel_deviations(float origin, const ConvShape& s, const Tiling& g,
+                                                     const BlockPosition& at, const unsigned char* output) {
+  using T = typename Tile::Element;
+  const int lane = threadIdx.x % 32;
+  float sum = 0.0f, squares = 0.0f;
+#pragma unroll 1
+  for (int u = 0; u < 2; ++u) {
+    const int unit = lane / 4 + u * 8;
+    const UnitPart part = part_of_unit<Tile>(s, g, at, unit);
+    const unsigned char* from = output + unit_offset<Tile>(g, unit) + lane % 4 * 4;
+#pragma unroll 1
+    for (int p = 0; p < min(Tile::kRows, part.rows); ++p, from += row_bytes(g)) {
+      float value[2];
+      widen(load_lanes<2>(reinterpret_cast<const T*>(from)), value);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float d = part.columns >> 16 * e & 1 ? value[e] - origin : 0.0f;
+        sum += d;
+        squares = fmaf(d, d, squares);
+      }
+    }
+  }
+  return sums_of_warp(sum, squares);
 }
 
 template <class T>
@@ -570,9 +668,25 @@ class OutputWriter {
   T* to_;
 };
 
-template <class Tile>
+struct NoStats {};
+
+__device__ __forceinline__ int part_of_block(const Tiling& g) {
+  return g.by_chunks.divide(static_cast<int>(blockIdx.x));
+}
+
+// By one lane. channel: of the block.
+__device__ __forceinline__ void store_moments(const TileStats& stats, const Tiling& g, const BlockPosition& at,
+                                              int channel, int all_channels, float2 moments) {
+  if (threadIdx.x % 32 != 0) return;
+  stats.moments[int64_t(part_of_block(g)) * all_channels + at.channel + channel] = moments;
+}
+
+// Stats: NoStats, or TileStats for training, without activation and residual: a block leaves the statistics of its outputs.
+template <class Tile, class Stats>
 __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma_kernel(const ConvArgs a,
-                                                                                        const Tiling g) {
+                                                                                        const Tiling g,
+                                                                                        const Stats stats) {
+  constexpr bool kStats = std::is_same_v<Stats, TileStats>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* const affine = reinterpret_cast<ScaleShift<float>*>(shared + Tile::kAffineOffset);
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared + Tile::kTapsOffset);
@@ -631,73 +745,133 @@ __global__ __launch_bounds__(Tile::kThreads, Tile::kResident) void depthwise_mma
     unsigned char* const input = shared + channel_offset<Tile>(channel);
     const uint32_t* const filter = table + channel * Tile::kKernel * Tile::kPairs;
     UnitSums<Tile> sums;
-    convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
-    if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, filter);
-    if constexpr (Tile::kNarrow) sync_warps<kAffineReady>((at.channels + 1) * 32);
-    finish<Tile>(sums, affine[channel].scale, affine[channel].shift, a.act);
-    __syncwarp();  // no lane reads x of this channel any more
-    stage_results<Tile>(sums, input, g);
+    [[maybe_unused]] float2 all;
+    if constexpr (kStats && Tile::kNanBySums) {
+      // NaN shows in the statistics' sum, of all that is written: 28 additions less than any_nan().
+#pragma unroll 1
+      for (bool again = false;; again = true) {
+        convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
+        if (again) repair<Tile>(sums, input, g, filter);
+        finish<Tile>(sums, affine[channel].scale, affine[channel].shift, Act::kIdentity);
+        all = channel_sums<Tile>(sums, a.shape, g, at);
+        if (all.x == all.x || again) break;
+      }
+      __syncwarp();  // no lane reads x of this channel any more
+      stage_results<Tile>(sums, input, g);
+    } else {
+      convolve<Tile>(sums, shared_address(input) + first_row, g, filter);
+      if (any_nan<Tile>(sums)) repair<Tile>(sums, input, g, filter);
+      if constexpr (Tile::kNarrow) sync_warps<kAffineReady>((at.channels + 1) * 32);
+      finish<Tile>(sums, affine[channel].scale, affine[channel].shift, kStats ? Act::kIdentity : a.act);
+      __syncwarp();  // no lane reads x of this channel any more
+      stage_results<Tile>(sums, input, g);
+      if constexpr (kStats) all = channel_sums<Tile>(sums, a.shape, g, at);
+    }
+    if constexpr (kStats) {
+      const float share = __fdividef(1.0f, static_cast<float>(pixels_of_block<Tile>(a.shape, g, at)));
+      float mean = all.x * share, squares = all.y - all.x * mean;
+      // Beyond two deviations: else the squares are at most 5 times what is left without the mean.
+      if (5 * all.x * mean > 4 * all.y) {
+        const float2 more = channel_deviations<Tile>(mean, a.shape, g, at, input);
+        squares = more.y - more.x * (more.x * share);
+        mean += more.x * share;
+      }
+      store_moments(stats, g, at, channel, a.shape.out_channels, {mean, squares});
+    }
+  }
+  if constexpr (kStats) {
+    if (at.channel == 0 && threadIdx.x == 0) {
+      stats.counts[part_of_block(g)] = static_cast<float>(pixels_of_block<Tile>(a.shape, g, at));
+    }
   }
   __syncthreads();
 
   if constexpr (!Tile::kNarrow) writer.prepare();
-  if (a.residual != nullptr) {
+  if (!kStats && a.residual != nullptr) {
     writer.template write<true>();
   } else {
     writer.template write<false>();
   }
 }
 
-template <class T, int kKernel, int kChannels, int kRows>
-void launch(const ConvArgs& a, const DepthwisePlan& plan, cudaStream_t stream) {
+struct TilesOfMap {
+  int w, h;
+  TilesOfMap(const ConvShape& s, const DepthwisePlan& plan)
+      : w(ceil_div(s.out_w, plan.unit_cols * kUnitCols)), h(ceil_div(s.out_h, plan.unit_rows * plan.rows)) {}
+};
+
+template <class T, int kKernel, int kChannels, int kRows, class Stats>
+void launch(const ConvArgs& a, const DepthwisePlan& plan, const Stats& stats, cudaStream_t stream) {
   using Tile = MmaTile<T, kKernel, kChannels, kRows>;
   const ConvShape& s = a.shape;
-  const int tiles_w = ceil_div(s.out_w, plan.unit_cols * kUnitCols),
-            tiles_h = ceil_div(s.out_h, plan.unit_rows * kRows);
+  const TilesOfMap tiles(s, plan);
   const int chunks = ceil_div(s.out_channels, kChannels);
   Tiling g;
   g.unit_cols = plan.unit_cols;
   g.unit_rows = plan.unit_rows;
   g.segment_pad = depthwise_segment_pad(plan);
   g.by_unit_cols = FastDivide(g.unit_cols);
-  g.by_tiles_w = FastDivide(tiles_w);
-  g.by_tiles_h = FastDivide(tiles_h);
+  g.by_tiles_w = FastDivide(tiles.w);
+  g.by_tiles_h = FastDivide(tiles.h);
   g.by_chunks = FastDivide(chunks);
   g.by_row_pairs = FastDivide((g.unit_cols + 1) * kUnitCols / 2);
-  allow_shared_bytes(depthwise_mma_kernel<Tile>, Tile::kSharedBytes);
-  const int64_t blocks = int64_t(s.batch) * tiles_h * tiles_w * chunks;
-  launch_dependent<depthwise_mma_kernel<Tile>>("depthwise_mma", checked_grid(blocks, "depthwise_mma"), Tile::kThreads,
-                                               Tile::kSharedBytes, stream, a, g);
+  constexpr auto kKernelFunction = depthwise_mma_kernel<Tile, Stats>;
+  allow_shared_bytes(kKernelFunction, Tile::kSharedBytes);
+  const int64_t blocks = int64_t(s.batch) * tiles.h * tiles.w * chunks;
+  launch_dependent<kKernelFunction>("depthwise_mma", checked_grid(blocks, "depthwise_mma"), Tile::kThreads,
+                                    Tile::kSharedBytes, stream, a, g, stats);
 }
 
 // The kernel of the plan's tile, one of kDepthwiseTiles.
-template <class T, int kKernel, size_t kIndex = 0>
-void launch_planned(const ConvArgs& a, const DepthwisePlan& plan, cudaStream_t stream) {
+template <class T, int kKernel, class Stats, size_t kIndex = 0>
+void launch_planned(const ConvArgs& a, const DepthwisePlan& plan, const Stats& stats, cudaStream_t stream) {
   if constexpr (kIndex < std::size(kDepthwiseTiles)) {
     constexpr DepthwiseTile kTile = kDepthwiseTiles[kIndex];
     if (plan.channels == kTile.channels && plan.rows == kTile.rows) {
-      return launch<T, kKernel, kTile.channels, kTile.rows>(a, plan, stream);
+      return launch<T, kKernel, kTile.channels, kTile.rows>(a, plan, stats, stream);
     }
-    launch_planned<T, kKernel, kIndex + 1>(a, plan, stream);
+    launch_planned<T, kKernel, Stats, kIndex + 1>(a, plan, stats, stream);
   } else {
     fail("depthwise_mma: no kernel for blocks of ", plan.channels, " channels, units of ", plan.rows, " rows");
   }
 }
 
-}  // namespace
-
-void depthwise_mma(const ConvArgs& a, DType dtype, const DepthwisePlan& plan, cudaStream_t stream) {
+template <class Stats>
+void run(const ConvArgs& a, DType dtype, const DepthwisePlan& plan, const Stats& stats, cudaStream_t stream) {
   const ConvShape& s = a.shape;
   const bool served = s.square_depthwise() && s.stride_h == 1 && s.out_channels % 8 == 0;
   with_half_type(dtype, "depthwise_mma", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (served && s.kernel_h == 3) return launch_planned<T, 3>(a, plan, stream);
-    if (served && s.kernel_h == 5) return launch_planned<T, 5>(a, plan, stream);
-    if (served && s.kernel_h == 7) return launch_planned<T, 7>(a, plan, stream);
+    if (served && s.kernel_h == 3) return launch_planned<T, 3>(a, plan, stats, stream);
+    // No layer of YOLO12: not worth kernels with statistics.
+    if constexpr (std::is_same_v<Stats, NoStats>) {
+      if (served && s.kernel_h == 5) return launch_planned<T, 5>(a, plan, stats, stream);
+    }
+    if (served && s.kernel_h == 7) return launch_planned<T, 7>(a, plan, stats, stream);
     fail("depthwise_mma: no kernel for ", s.kernel_h, "x", s.kernel_w, ", stride ", s.stride_h, "x", s.stride_w,
          ", dilation ", s.dilation_h, "x", s.dilation_w, ", groups ", s.groups, ", channels ", s.in_channels, " -> ",
          s.out_channels);
   });
+}
+
+}  // namespace
+
+void depthwise_mma(const ConvArgs& a, DType dtype, const DepthwisePlan& plan, cudaStream_t stream) {
+  run(a, dtype, plan, NoStats(), stream);
+}
+
+int depthwise_mma_parts(const ConvShape& shape, const DepthwisePlan& plan) {
+  if (shape.kernel_h == 5) return 0;
+  const TilesOfMap tiles(shape, plan);
+  return static_cast<int>(checked_grid(int64_t(shape.batch) * tiles.h * tiles.w, "depthwise_mma"));
+}
+
+void depthwise_mma_stats(const ConvArgs& a, DType dtype, const DepthwisePlan& plan, const TileStats& stats,
+                         cudaStream_t stream) {
+  if (a.act != Act::kIdentity || a.residual != nullptr) {
+    fail("depthwise_mma: statistics are of the bare convolution, without activation and residual");
+  }
+  run(a, dtype, plan, stats, stream);
 }
 
 }  // namespace yolo12_fastconv

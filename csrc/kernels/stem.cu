@@ -22,10 +22,12 @@
 // - Which channel a column of the second operand stands for is free to choose. Lane t of four gets the same 2 * kFragments
 //   channels of a pixel from all its fragments: 16 bytes (8 for K <= 16) that it writes by itself, eight pixels of 64 (32)
 //   bytes per instruction, with no way through shared memory. In float, twice that: two instructions of 64 bytes.
+// - For training (StemStatsConfig: half and bfloat16, kSlots = 3) a block leaves the statistics of its outputs too.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
@@ -34,6 +36,8 @@
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
 #include "device/numeric.cuh"
+#include "device/row_moments.cuh"
+#include "device/stats_kernels.h"
 #include "device/tensor_core.cuh"
 #include "device/thread_index.cuh"
 
@@ -59,7 +63,7 @@ struct StemConfig {
   using T = Element;
   using In = Input;
   static constexpr int kSlots = kSlotCount, kFragments = kFragmentCount;
-  static constexpr bool kPlanar = kIsPlanar;
+  static constexpr bool kPlanar = kIsPlanar, kStats = false;
   static constexpr int kTileRows = kRows, kInRows = 2 * (kTileRows - 1) + 3;
   static constexpr int kUnits = (kInRows * kChunks + 31) / 32;  // chunks of a lane
   static constexpr bool kFast = kSlots == 3;
@@ -107,6 +111,18 @@ struct StemArgs {
   int tiles;
   FastDivide by_tiles_q, by_tiles_p;
 };
+
+// With statistics of the outputs, for training: half and bfloat16, without activation and residual.
+struct StemStatsArgs : StemArgs {
+  TileStats stats;
+};
+template <class T, class In, int kFragments, bool kPlanar>
+struct StemStatsConfig : StemConfig<T, In, 3, kFragments, kPlanar> {
+  static constexpr bool kStats = true;
+  static constexpr int kBlocksPerMultiprocessor = 4;  // five spill 16 bytes
+};
+template <class Config>
+using ArgsOf = std::conditional_t<Config::kStats, StemStatsArgs, StemArgs>;
 
 // A pair of neighbouring elements in a window of one filter row or, in `first` < 0 or `first` + 1 >= 3 * kSlots, what the
 // aligned words have beside it. In float, one element.
@@ -318,14 +334,93 @@ __device__ __forceinline__ void write_channels(const StemArgs& args, const Tile&
   }
 }
 
-// Scale, shift and activation on a group's sums for tile row p, and the way out.
+// What a lane writes of a group in a row of a tile: of pixel 16 m + 8 half + lane / 4, two channels of each fragment.
+template <class Config>
+using Words = uint32_t[kMatrices][2][Config::kFragments];
+
+// Statistics of what a warp writes, in shared memory. Halves of differences from an origin are summed, half so that none
+// overflows: of a lane's words, transposed, the tensor cores give sums and squares. The origin of a channel is chosen from
+// the first 32 pixels: zero, or their mean if that is beyond four deviations. So differences are exact but for the few values
+// below half of such a mean. In registers the sums would be 16 a lane for 64 channels.
+template <class Config>
+struct WarpStats {
+  using T = typename Config::T;
+  static constexpr int kFragments = Config::kFragments;
+
+  // Per group. Fragments f and f + 1, column c of eight: {sum, sum of f + 1, squares, squares of f + 1} in sums[f / 2][c].
+  struct Group {
+    float4 sums[kFragments / 2][8];
+    T origins[4][2 * kFragments];  // minus half of each, in the order of a lane's channels
+  };
+
+  // What element e of a lane's channels is in `sums`: a column, and f % 2.
+  static __device__ __forceinline__ int column(int quad_lane, int e) { return 2 * quad_lane + e % 2; }
+
+  // first: of the warp, whose origins are chosen before they are summed.
+  static __device__ __forceinline__ void add(Group& group, const Words<Config>& words, bool first) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, column = lane / 4;
+#pragma unroll 1
+    for (bool settled = !first;; settled = true) {
+      Lanes<T, 2 * kFragments> loaded = load_lanes<2 * kFragments>(group.origins[lane % 4]);
+      uint32_t origins[kFragments];
+      memcpy(origins, &loaded, sizeof(origins));
+#pragma unroll
+      for (int f = 0; f < kFragments; f += 2) {
+        RowMoments<T> moments;  // a row: a channel
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) {
+          uint32_t values[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int half = i / 2, fragment = f + i % 2;
+            values[i] = transpose_matrix(
+                multiply_add_pairs<T>(words[m][half][fragment], round_pair<T>(0.5f, 0.5f), origins[fragment]));
+          }
+          moments.add(values);
+        }
+        if (!moments.owns()) continue;
+        float4& sums = group.sums[f / 2][column];
+        if (settled) {
+          float4 all = sums;
+          all.x += moments.sum(0);
+          all.y += moments.sum(1);
+          all.z += moments.squares(0);
+          all.w += moments.squares(1);
+          sums = all;
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            // Not if either is infinite or missing.
+            const float sum = moments.sum(half), mean = sum / kTilePixels;
+            group.origins[column / 2][2 * (f + half) + column % 2] =
+                convert<T>(17 * sum * mean > 16 * moments.squares(half) ? -mean : 0.0f);
+          }
+        }
+      }
+      if (settled) break;
+      __syncwarp();
+    }
+  }
+
+  // A channel's mean relative to -2 * `origin`, and its squared deviations, of `count` pixels.
+  static __device__ __forceinline__ Moments<float> moments_of(const Group& group, int quad_lane, int e, float count,
+                                                              float origin) {
+    const float4 sums = group.sums[e / 4][column(quad_lane, e)];
+    const float sum = e / 2 % 2 ? sums.y : sums.x, squares = e / 2 % 2 ? sums.w : sums.z, share = sum / count;
+    // The difference of two origins is exact, where the mean itself would be rounded at the size of the offset.
+    return {2 * share - 2 * (convert<float>(group.origins[quad_lane][e]) - origin), 4 * (squares - sum * share)};
+  }
+};
+
+// Scale, shift and activation on a group's sums for tile row p, and the way out. words: for statistics.
 template <class Config>
 __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, int p, int group,
-                                       const ScaleShift<float>* affine, const Accumulators<Config>& sum) {
+                                       const ScaleShift<float>* affine, const Accumulators<Config>& sum,
+                                       Words<Config>& words) {
   const int lane = threadIdx.x % 32;
   const int channel = group * Config::kGroupChannels + Config::channel(lane % 4, 0);
   const int64_t row = (int64_t(tile.n) * args.out_h + p) * args.out_w;
-  const bool silu = args.act == Act::kSilu;
+  const bool silu = !Config::kStats && args.act == Act::kSilu;
   ScaleShift<float> a[Config::kLaneChannels];
 #pragma unroll
   for (int e = 0; e < Config::kLaneChannels; e += 2) {
@@ -351,13 +446,47 @@ __device__ __forceinline__ void finish(const StemArgs& args, const Tile& tile, i
         }
       }
       if (q < args.out_w) write_channels<Config>(args, tile, p, q, row + q, channel, values);
+      if constexpr (Config::kStats) {
+        const auto rounded = narrow<typename Config::T>(values);
+        memcpy(words[m][half], &rounded, sizeof(rounded));
+      }
     }
   }
 }
 
+// The block's statistics from its warps'. counted: of the calling warp, 0 where it had no tile.
 template <class Config>
-__global__ __launch_bounds__(kThreads,
-                             Config::kBlocksPerMultiprocessor) void stem_kernel(const __grid_constant__ StemArgs args) {
+__device__ __forceinline__ void store_stats(const StemStatsArgs& args, const typename WarpStats<Config>::Group* stats,
+                                            int counted) {
+  __shared__ float counts[kWarps];
+  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = static_cast<float>(counted);
+  __syncthreads();
+  const int channels = args.groups * Config::kGroupChannels, part = static_cast<int>(blockIdx.x);
+  float all = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) all += counts[warp];
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < channels; i += kThreads) {
+    const int group = i / Config::kGroupChannels, e = i % Config::kLaneChannels;
+    const int quad_lane = i % Config::kGroupChannels / Config::kLaneChannels;
+    const int channel = group * Config::kGroupChannels + Config::channel(quad_lane, e);
+    if (channel >= args.out_channels) continue;
+    const float origin = convert<float>(stats[group].origins[quad_lane][e]);  // the first warp has a tile
+    float sum = 0.0f, squares = 0.0f;
+    for (int warp = 0; warp < kWarps && counts[warp] > 0; ++warp) {
+      const auto& of_warp = stats[warp * args.groups + group];
+      add_moments(sum, squares, WarpStats<Config>::moments_of(of_warp, quad_lane, e, counts[warp], origin),
+                  counts[warp], 0.0f);
+    }
+    const Moments<float> moments = moments_of(sum, squares, all, -2 * origin);
+    args.stats.moments[int64_t(part) * args.out_channels + channel] = {moments.mean, moments.squares};
+  }
+  if (threadIdx.x == 0) args.stats.counts[part] = all;
+}
+
+template <class Config>
+__global__ __launch_bounds__(kThreads, Config::kBlocksPerMultiprocessor) void stem_kernel(
+    const __grid_constant__ ArgsOf<Config> args) {
 #if __CUDA_ARCH__ >= 800
   using T = typename Config::T;
   constexpr int kSlots = Config::kSlots, kSteps = Config::kSteps, kFragments = Config::kFragments;
@@ -367,6 +496,9 @@ __global__ __launch_bounds__(kThreads,
   T* window = reinterpret_cast<T*>(shared + warp * Config::kTileBytes);
   uint2* fragments = reinterpret_cast<uint2*>(shared + kWarps * Config::kTileBytes);
   auto* affine = reinterpret_cast<ScaleShift<float>*>(fragments + args.groups * kFragments * kSteps * 32);
+  using Group = typename WarpStats<Config>::Group;
+  auto* const stats = reinterpret_cast<Group*>(affine + args.groups * Config::kGroupChannels);  // of each warp
+  int counted = 0;  // pixels of which the warp has statistics
   // Where the first output's pixels begin in the window, in elements.
   const int left_padding = round_up(args.pad_w, Config::kAlignment);
   const int start = (left_padding - args.pad_w) * kSlots;
@@ -382,6 +514,10 @@ __global__ __launch_bounds__(kThreads,
     case DType::kBFloat16: set_up_weights<Config, __nv_bfloat16>(args, parity, fragments); break;
     case DType::kFloat32: set_up_weights<Config, float>(args, parity, fragments); break;
     default: set_up_weights<Config, double>(args, parity, fragments); break;
+  }
+  if constexpr (Config::kStats) {
+    const int words = kWarps * args.groups * static_cast<int>(sizeof(Group) / 4);
+    for (int i = own; i < words; i += kThreads) reinterpret_cast<uint32_t*>(stats)[i] = 0;
   }
   if (own < channels) affine[own] = fold_for_epilogue(args.affine, bits, own, args.out_channels, halved);
 #pragma unroll 1
@@ -444,32 +580,49 @@ __global__ __launch_bounds__(kThreads,
             for (int m = 0; m < kMatrices; ++m) multiply_add<T>(sum.value[m][f], a[m][step], weights.x, weights.y);
           }
         }
-        finish<Config>(args, tile, tile.p + r, group, affine, sum);
+        Words<Config> words;
+        finish<Config>(args, tile, tile.p + r, group, affine, sum, words);
+        if constexpr (Config::kStats) {
+          WarpStats<Config>::add(stats[warp * args.groups + group], words, counted == 0);
+        }
       }
+      if constexpr (Config::kStats) counted += kTilePixels;
     }
     __syncwarp();  // all lanes are done with the window
   }
+  if constexpr (Config::kStats) store_stats<Config>(args, stats, counted);
 #endif
 }
 
+// How the outputs are cut into tiles, and blocks that stay: each sets up the weights once.
 template <class Config>
-void launch(const ConvArgs& a, StemArgs s, cudaStream_t stream) {
+struct Grid {
+  int tiles_q, tiles_p, tiles, blocks;
+  explicit Grid(const ConvShape& s)
+      : tiles_q(ceil_div(s.out_w, kTilePixels)), tiles_p(ceil_div(s.out_h, Config::kTileRows)) {
+    const int64_t all = int64_t(s.batch) * tiles_p * tiles_q;
+    if (all >= 1 << 30) fail("stem: ", all, " tiles; the tile menu sends such shapes elsewhere");
+    tiles = static_cast<int>(all);
+    blocks = std::min(ceil_div(tiles, kWarps), multiprocessor_count() * Config::kBlocksPerMultiprocessor);
+  }
+};
+
+template <class Config>
+void launch(const ConvArgs& a, ArgsOf<Config> s, cudaStream_t stream) {
+  const Grid<Config> grid(a.shape);
   s.groups = ceil_div(s.out_channels, Config::kGroupChannels);
-  const int tiles_q = ceil_div(s.out_w, kTilePixels), tiles_p = ceil_div(s.out_h, Config::kTileRows);
-  const int64_t tiles = int64_t(a.shape.batch) * tiles_p * tiles_q;
-  if (tiles >= 1 << 30) fail("stem: ", tiles, " tiles; the tile menu sends such shapes elsewhere");
-  s.tiles = static_cast<int>(tiles);
-  s.by_tiles_q = FastDivide(tiles_q);
-  s.by_tiles_p = FastDivide(tiles_p);
+  s.tiles = grid.tiles;
+  s.by_tiles_q = FastDivide(grid.tiles_q);
+  s.by_tiles_p = FastDivide(grid.tiles_p);
   const int channels = s.groups * Config::kGroupChannels;
-  const int bytes = kWarps * Config::kTileBytes +
-                    channels * (Config::kSteps * 4 * int(sizeof(uint2)) + int(sizeof(ScaleShift<float>)));
+  int bytes = kWarps * Config::kTileBytes +
+              channels * (Config::kSteps * 4 * int(sizeof(uint2)) + int(sizeof(ScaleShift<float>)));
+  if constexpr (Config::kStats) {
+    bytes += kWarps * s.groups * int(sizeof(typename WarpStats<Config>::Group));
+  }
   constexpr auto kKernel = stem_kernel<Config>;
   allow_shared_bytes(kKernel, bytes);
-  // Blocks that stay: each sets up the weights once.
-  const int resident = multiprocessor_count() * Config::kBlocksPerMultiprocessor;
-  const int blocks = std::min(ceil_div(s.tiles, kWarps), resident);
-  launch_dependent<kKernel>("stem", static_cast<unsigned>(blocks), kThreads, bytes, stream, s);
+  launch_dependent<kKernel>("stem", static_cast<unsigned>(grid.blocks), kThreads, bytes, stream, s);
 }
 
 enum class Kind { kPlanar, kInterleaved, kGeneral };
@@ -507,9 +660,20 @@ void choose(const ConvArgs& a, const StemArgs& s, DType x_dtype, cudaStream_t st
   });
 }
 
-}  // namespace
+// Calls use(config) with the kernel that takes statistics. Tiles of four rows also where there are few of them.
+template <class T, class Use>
+void with_stats_config(const ConvArgs& a, DType x_dtype, Use&& use) {
+  with_bool(x_dtype == DType::kFloat32, [&](auto float_x) {
+    using In = std::conditional_t<decltype(float_x)::value, float, T>;
+    with_bool(a.shape.out_channels <= 16, [&](auto few_channels) {
+      constexpr int kFragments = decltype(few_channels)::value ? 2 : 4;
+      with_bool(kind_of(a, x_dtype) == Kind::kPlanar,
+                [&](auto planar) { use(StemStatsConfig<T, In, kFragments, planar()>()); });
+    });
+  });
+}
 
-void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream) {
+StemArgs stem_args(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype) {
   const ConvShape& shape = a.shape;
   const auto one_or_two = [](int stride) { return stride == 1 || stride == 2; };
   if (shape.kernel_h != 3 || shape.kernel_w != 3 || !one_or_two(shape.stride_h) || !one_or_two(shape.stride_w) ||
@@ -542,6 +706,13 @@ void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cud
   s.stride_w = shape.stride_w;
   s.pad_h = shape.pad_h;
   s.pad_w = shape.pad_w;
+  return s;
+}
+
+}  // namespace
+
+void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cudaStream_t stream) {
+  const StemArgs s = stem_args(a, x_dtype, weight_dtype, dtype);
   if (dtype == DType::kFloat32) return choose<float, float>(a, s, x_dtype, stream);
   with_half_type(dtype, "stem", [&](auto type) {
     using T = typename decltype(type)::type;
@@ -550,6 +721,27 @@ void stem(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, cud
     } else {
       choose<T, float>(a, s, x_dtype, stream);
     }
+  });
+}
+
+int stem_parts(const ConvArgs& a, DType x_dtype, DType dtype) {
+  // Rows of whole tiles: an origin from a few pixels is no good, and masks would cost an instruction a word.
+  if (size_of(dtype) != 2 || kind_of(a, x_dtype) == Kind::kGeneral || a.shape.out_w % kTilePixels != 0) return 0;
+  int parts = 0;
+  // The same for both dtypes.
+  with_stats_config<__half>(a, x_dtype, [&](auto config) { parts = Grid<decltype(config)>(a.shape).blocks; });
+  return parts;
+}
+
+void stem_stats(const ConvArgs& a, DType x_dtype, DType weight_dtype, DType dtype, const TileStats& stats,
+                cudaStream_t stream) {
+  if (a.act != Act::kIdentity || stem_parts(a, x_dtype, dtype) != stats.parts) {
+    fail("stem: no statistics of ", name_of(dtype), " or after an activation");
+  }
+  const StemStatsArgs s = {stem_args(a, x_dtype, weight_dtype, dtype), stats};
+  with_half_type(dtype, "stem", [&](auto type) {
+    using T = typename decltype(type)::type;
+    with_stats_config<T>(a, x_dtype, [&](auto config) { launch<decltype(config)>(a, s, stream); });
   });
 }
 

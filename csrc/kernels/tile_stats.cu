@@ -1,6 +1,6 @@
 // Mean and variance per channel from the statistics that a convolution's blocks have left (device/tile_stats.h), and the
-// running statistics that move by them. At most one part per multiprocessor, so all of it is one round of loads; the sum
-// is in an order that depends on the number of parts alone.
+// running statistics that move by them. The sm90 kernels leave at most one part per multiprocessor, one round of loads; the
+// first layer and depthwise layers up to some hundreds. The sum is in an order that depends on the number of parts alone.
 #include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/kernels.h"
