@@ -42,6 +42,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "device/built_for_hopper.h"
 #include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
@@ -1829,14 +1830,6 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   if (plan.split == 1) return start(std::false_type());
   if constexpr (!kStats && !kRest && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
   fail(kName, ": no kernel splits tiles of ", kChannels, " channels");
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T>
