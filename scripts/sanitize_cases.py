@@ -372,6 +372,7 @@ def all_cases() -> Iterator[Case]:
     dense = {
         "3x3": Conv(2, 64, 20, 23, 64, 3),
         "1x1": Conv(2, 128, 20, 20, 192, 1),
+        "1x1 small": Conv(1, 32, 8, 8, 32, 1),
         "3x3/2": Conv(2, 32, 17, 20, 48, 3, 2),
         "5x5": Conv(1, 32, 20, 20, 32, 5),
         "odd": Conv(2, 13, 9, 12, 21, 3),
@@ -394,7 +395,7 @@ def all_cases() -> Iterator[Case]:
                 continue
             for what, conv in dense.items():
                 yield f"forward {what} {short}", run(forward, conv, dtype, residual="slice")
-                yield f"train {what} {short}", run(train, conv, dtype, residual=what == "1x1")
+                yield f"train {what} {short}", run(train, conv, dtype, residual=what.startswith("1x1"))
             yield f"slice {short}", run(into_slice, dense["3x3"], dtype)
             yield f"attention 20x20 {short}", run(attention, (20, 20), 2, 1, dtype)
             yield f"attention 20x20 area 4 {short}", run(attention, (20, 20), 4, 4, dtype, batch=2)

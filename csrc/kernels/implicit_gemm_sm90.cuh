@@ -1442,8 +1442,8 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
       }
     }
   }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(affine_barrier(args, shared));
+  // Each thread that has written: racecheck does not follow __syncwarp() to the arrival of one for its warp.
+  if (thread < kChannels) barrier_arrive(affine_barrier(args, shared));
 }
 
 // The barriers of a ring, of whose stages `readers` warps let go.
@@ -1480,8 +1480,9 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     } else if (part == 1 && worker == 0) {
       prefetch_tensor_map(&args.weight[0]);
       set_up(weight_ring, 4 * args.workers);
-      // affine_barrier()
-      barrier_init(base + args.offset_rings - 8, folds_beside_products(kChannels) ? 1 : 4 * args.workers);
+      // affine_barrier(): a thread arrives for each channel, or for all that it has
+      const int threads = folds_beside_products(kChannels) ? 32 : 128 * args.workers;
+      barrier_init(base + args.offset_rings - 8, min(kChannels, threads));
     } else if (part == 2 && worker == 0) {
       if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
       prefetch_tensor_map(&args.y);
