@@ -306,7 +306,7 @@ def tiles() -> Iterator[Case]:
                     key = (what, target, *_kind(name))
                     if key in seen or not name.startswith("implicit_gemm/"):
                         continue
-                    if what.endswith(" shared") and not re.search("-(paired|rest)-", name):
+                    if what.endswith(" shared") and not re.search("-(ring|paired|rest)-", name):
                         continue
                     if what in small and not name.endswith("-once"):
                         continue
