@@ -260,6 +260,7 @@ FAMILIES = {
     "forward": r"(forward|slice) ",
     "training": r"(train|grouped) ",
     "sums in place": r"sum in place ",
+    "one pass": r"backward in one pass ",
     "maps": r"(maps|running statistics)",
     "network": r"network ",
 }
