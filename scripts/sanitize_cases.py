@@ -260,6 +260,7 @@ FAMILIES = {
     "forward": r"(forward|slice) ",
     "training": r"(train|grouped) ",
     "sums in place": r"sum in place ",
+    "one pass": r"backward in one pass ",
     "maps": r"(maps|running statistics)",
     "network": r"network ",
 }
@@ -306,7 +307,7 @@ def tiles() -> Iterator[Case]:
                     key = (what, target, *_kind(name))
                     if key in seen or not name.startswith("implicit_gemm/"):
                         continue
-                    if what.endswith(" shared") and not re.search("-(paired|rest)-", name):
+                    if what.endswith(" shared") and not re.search("-(ring|paired|rest)-", name):
                         continue
                     if what in small and not name.endswith("-once"):
                         continue
@@ -372,6 +373,7 @@ def all_cases() -> Iterator[Case]:
     dense = {
         "3x3": Conv(2, 64, 20, 23, 64, 3),
         "1x1": Conv(2, 128, 20, 20, 192, 1),
+        "1x1 small": Conv(1, 32, 8, 8, 32, 1),
         "3x3/2": Conv(2, 32, 17, 20, 48, 3, 2),
         "5x5": Conv(1, 32, 20, 20, 32, 5),
         "odd": Conv(2, 13, 9, 12, 21, 3),
@@ -394,7 +396,7 @@ def all_cases() -> Iterator[Case]:
                 continue
             for what, conv in dense.items():
                 yield f"forward {what} {short}", run(forward, conv, dtype, residual="slice")
-                yield f"train {what} {short}", run(train, conv, dtype, residual=what == "1x1")
+                yield f"train {what} {short}", run(train, conv, dtype, residual=what.startswith("1x1"))
             yield f"slice {short}", run(into_slice, dense["3x3"], dtype)
             yield f"attention 20x20 {short}", run(attention, (20, 20), 2, 1, dtype)
             yield f"attention 20x20 area 4 {short}", run(attention, (20, 20), 4, 4, dtype, batch=2)

@@ -242,9 +242,9 @@ class _Query(ctypes.Structure):
 _TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
 _SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
 _SM90 = re.compile(
-    r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:paired-)?(?:rest-)?(?:split(\d)-)?(\d+)\+(\d+)"
+    r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:ring-)?(?:paired-)?(?:rest-)?(?:split(\d)-)?(\d+)\+(\d+)"
 )
-_SHARED = re.compile("-(paired|rest)-")
+_SHARED = re.compile("-(ring|paired|rest)-")
 _ONCE = re.compile(r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-\w+-once")
 _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)

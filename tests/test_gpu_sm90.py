@@ -454,16 +454,23 @@ PAIRED = [
     *REST,
     Conv((32, 384, 20, 20), 1152, 1, 1, 0, 1),
     Conv((5, 320, 41, 43), 248, 1, 1, 0, 1),
+    Conv((5, 64, 27, 23), 256, 3, 2, 1, 1),  # of the last tile, one block has no pixel to copy
     Conv((1, 64, 5, 3), 256, 1, 1, 0, 1),
     Conv((8, 1024, 40, 40), 1024, 1, 1, 0, 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("way", "convs"), [("rest", REST), ("paired", PAIRED)], ids=["dealt out in parts", "paired blocks"]
+    ("convs", "pattern", "modes"),
+    [
+        (REST, "(streamed|resident)-rest-", {"rows", "taps", "streamed", "resident", "rest"}),
+        (PAIRED, "(streamed|resident)-paired-", {"rows", "taps", "streamed", "resident", "paired", "rest"}),
+        (PAIRED, "-ring-", {"rows", "resident", "ring", "paired", "rest"}),
+    ],
+    ids=["dealt out in parts", "paired blocks", "one ring"],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rest_of_the_tiles_and_pairs_of_blocks(cuda, dtype, way, convs, monkeypatch):
+def test_rest_of_the_tiles_and_pairs_of_blocks(cuda, dtype, convs, pattern, modes, monkeypatch):
     """Each plan of the kind, whether or not the menu would choose it."""
     problems, tried = [], set()
     for index, conv in enumerate(convs):
@@ -485,7 +492,7 @@ def test_rest_of_the_tiles_and_pairs_of_blocks(cuda, dtype, way, convs, monkeypa
         rows = [y.permute(0, 2, 3, 1).reshape(-1, k)[last] for y in (truth, peer)]
         limit = 2 * relative(rows[1], rows[0]) + 1e-5
         names = ops.kernel_candidates(x.shape, weight.shape, *geometry, 1, dtype, tf32=False, capability=90)
-        for name in (name for name in names if re.search(rf"(?<!paired)-{way}-", name)):
+        for name in (name for name in names if re.search(pattern, name)):
             monkeypatch.setenv("YOLO12_FASTCONV_KERNEL", name)
             op_checks.poison([peer])
             got = ops.conv_bn_act(x, weight, bias, None, added, *geometry, act=act)
@@ -498,9 +505,7 @@ def test_rest_of_the_tiles_and_pairs_of_blocks(cuda, dtype, way, convs, monkeypa
             tried.update(ways[:-1], tile.split("x")[1:2])
         monkeypatch.delenv("YOLO12_FASTCONV_KERNEL", raising=False)
     assert not problems, "\n".join(problems)
-    assert tried == {"rows", "resident", "streamed", "rest", "128", "192", "256"} | {
-        {"rest": "taps", "paired": "paired"}[way]
-    }
+    assert tried == modes | {"128", "192", "256"}
 
 
 # Blocks of channels without a rest, and several tiles a worker: short loops, and workers that take turns.
@@ -541,7 +546,7 @@ def test_each_plan_of_a_layer(cuda, dtype, monkeypatch):
             modes.update(part for part in name.split("/")[-1].split("-") if part.isalpha())
         monkeypatch.delenv("YOLO12_FASTCONV_KERNEL")
     assert not problems, "\n".join(problems)
-    assert modes == {"rows", "taps", "window", "resident", "streamed", "rest", "paired"}
+    assert modes == {"rows", "taps", "window", "resident", "streamed", "rest", "paired", "ring"}
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])

@@ -277,8 +277,29 @@ def test_blocks_copy_pixels_for_each_other_where_tiles_of_channels_come_in_pairs
     assert tiles(cases.Case("1024", 256, 1024, 40, 40, batch=32)) == {"128", "192", "256"}
     assert not tiles(cases.Case("128", 256, 128, 40, 40, batch=32))
     assert not tiles(cases.Case("half a block", 96, 256, 40, 40, batch=32))
-    assert not tiles(cases.Case("taps", 256, 768, 40, 40, kernel=(3, 3), padding=(1, 1), batch=32))
+    taps = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1)}
+    assert tiles(cases.Case("taps", 256, 768, 40, 40, **taps, batch=32)) == {"128", "192"}
+    assert not any(
+        "window" in way and "paired" in way
+        for way, _, _ in sm90_plans(cases.Case("w", 256, 768, 40, 40, **taps))
+    )
     assert not tiles(cases.Case("float", 256, 768, 40, 40, batch=32), torch.float32)
+
+
+@needs_sm90
+def test_workers_share_a_ring_where_it_holds_a_tile():
+    def rings(case: cases.Case, dtype: torch.dtype = torch.float16) -> list[tuple[str, int, int]]:
+        found = [plan for plan in sm90_plans(case, dtype) if "-ring" in plan[0]]
+        return [(way, pixel_stages, int(way.split("x")[2].split("-")[0])) for way, pixel_stages, _ in found]
+
+    found = rings(cases.Case("384", 384, 1152, 20, 20, batch=32))
+    assert {way.split("x")[1] for way, _, _ in found} == {"128", "192"}  # weights of 256 leave no room
+    assert all("resident" in way and not way.startswith("64x") for way, _, _ in found)
+    assert all(stages * channels >= 384 for _, stages, channels in found)
+    assert not rings(cases.Case("768", 768, 768, 20, 20, batch=32))  # streamed
+    assert not rings(cases.Case("half a block", 96, 256, 40, 40, batch=32))
+    assert not rings(cases.Case("taps", 128, 256, 40, 40, kernel=(3, 3), padding=(1, 1), batch=32))
+    assert not rings(cases.Case("float", 128, 256, 40, 40, batch=32), torch.float32)
 
 
 @needs_sm90

@@ -97,9 +97,11 @@ def test_plans_whose_blocks_share_work_have_a_table_of_their_own(tmp_path, monke
     model = tune.Model()
     names = [f"implicit_gemm/sm90/{tile}-rows-streamed-{stages}" for tile, stages in
              (("128x256x64", "4+4"), ("192x128x64", "4+5"))]  # fmt: skip
-    shared = [names[1].replace("streamed-", f"streamed-{way}-") for way in ("paired", "rest", "paired-rest")]
+    shared = [
+        names[1].replace("streamed-", f"streamed-{way}-") for way in ("paired", "rest", "paired-rest", "ring")
+    ]
     rows = []
-    for size, times in ((40, (9.0, 8.5, 8.7)), (80, (9.9, 9.95, 9.9))):
+    for size, times in ((40, (9.0, 8.5, 8.7, 8.9)), (80, (9.9, 9.95, 9.9, 9.9))):
         layer = tune.layer_of(cases_of[size])
         queries = (tune._Query * 2)(*(model.query(layer, name) for name in names))
         cycles = model.cycles(queries, model.defaults)
@@ -133,7 +135,8 @@ def test_estimates_are_those_of_the_library(dtype):
         )  # fmt: skip
         queries = (tune._Query * len(names))(*(model.query(tune.layer_of(case), name) for name in names))
         cycles = model.cycles(queries, model.defaults)
-        assert (np.diff(cycles[2:]) >= 0).all(), case  # the first two may be some that were timed
+        # The first three may be two that were timed, and the best of those that share no work.
+        assert (np.diff(cycles[3:]) >= 0).all(), case
 
 
 def test_table_has_what_the_estimates_miss_by_enough():

@@ -100,7 +100,7 @@ struct PackArgs {
   int out_channels;
 };
 
-// Batch norm over the rows of an NHWC tensor: z is (rows, channels), dense.
+// Batch norm over the rows of an NHWC tensor.
 struct BatchNormStatsArgs {
   const void* z;                // (rows, channels) with row stride z_stride
   int64_t rows;

@@ -29,13 +29,15 @@ struct Sm90Plan {
   int parts = 1;  // rows: blocks of input channels in a pixel stage
   PixelMode mode = PixelMode::kRows;
   bool resident = false;  // weights of the tile's channels stay in shared memory
-  int pixel_stages = 0;  // per worker
+  int pixel_stages = 0;  // of a ring
   int weight_stages = 0;
   int split = 1;  // blocks of a cluster among which the input channels of a tile are dealt out
   bool paired = false;  // two blocks with neighbouring tiles of channels copy each half of the pixels for both
   bool rest = false;  // the tiles that are left when all blocks have the same number of them are dealt out in parts
+  bool one_ring = false;  // the tiles of all workers pass through one ring of pixel stages, and are computed in turn
   // Plans of kernels/implicit_gemm_sm90_shared.cu. The estimates do not tell them from those without.
-  bool shares() const { return paired || rest; }
+  bool shares() const { return paired || rest || one_ring; }
+  int rings() const { return one_ring ? 1 : workers; }  // of pixel stages
   bool operator==(const Sm90Plan&) const = default;
 };
 
@@ -124,7 +126,7 @@ struct Sm90Layout {
 inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   Sm90Layout l;
   l.pixels = p.weight_stages * sm90_weight_stage_bytes(s, p);
-  l.output = l.pixels + p.workers * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
+  l.output = l.pixels + p.rings() * p.pixel_stages * sm90_pixel_stage_bytes(s, p);
   l.output = (l.output + 1023) / 1024 * 1024;
   l.exchange = l.output + p.workers * 4 * 2 * 16 * sm90_store_channels(p.channels, p.element_bytes) * p.element_bytes;
   l.affine = l.exchange + sm90_exchange_bytes(p);
@@ -132,7 +134,7 @@ inline Sm90Layout sm90_layout(const ConvShape& s, const Sm90Plan& p) {
   l.rings = l.barriers + 8 * (8 * p.workers + 1);  // behind two for each warp that computes, and one for the block
   // 1x1: as many as if each of its parts had a stage (see launch() of the kernel).
   const int weight_barriers = p.weight_stages * (p.mode == PixelMode::kRows ? sm90_group_taps(s, p) : 1);
-  l.bytes = std::max(kSm90LeastSharedBytes, l.rings + 2 * 8 * (p.workers * p.pixel_stages + weight_barriers));
+  l.bytes = std::max(kSm90LeastSharedBytes, l.rings + 2 * 8 * (p.rings() * p.pixel_stages + weight_barriers));
   return l;
 }
 
@@ -162,7 +164,7 @@ inline int64_t sm90_columns(const ConvShape& s, const Sm90Plan& p) {
   return std::min<int64_t>(std::max(1, kMultiprocessors / ceil_div(s.out_channels, p.channels)), sm90_tiles(s, p));
 }
 
-// Paired blocks run in a cluster. Each copies half of every stage of pixels into the shared memory of both (multicast), so that
+// Paired blocks run in a cluster. Each copies half of every stage of pixels (rows or taps) into the shared memory of both (multicast), so that
 // pixels cross L2 half as often; a stage is filled again when the workers of both have read it.
 //
 // The rest of the tiles. On 132 multiprocessors, 66, 44, 33 or 22 blocks share the tiles of the same channels, and of YOLO12's
@@ -181,10 +183,15 @@ inline bool sm90_multiplies_pairs(const ConvShape& s, const Sm90Plan& p) {
          p.mode != PixelMode::kWindow && p.parts <= (p.mode == PixelMode::kRows && p.resident ? 2 : 1) &&
          sm90_group_taps(s, p) == p.parts;
 }
+// Workers that take their tiles in turn read one ring in the order of the tiles: half as many stages for each as in rings of their
+// own are as far ahead, so that a third worker fits beside the weights. It has to hold a tile: a worker begins when the one before
+// it has asked for its last product, and is then less than a round of the ring behind.
+inline bool sm90_joins_rings(const ConvShape& s, const Sm90Plan& p) {
+  return sm90_multiplies_pairs(s, p) && p.mode == PixelMode::kRows && p.resident && p.channels >= 128 && p.workers > 1;
+}
 // Whether blocks may copy pixels for each other.
 inline bool sm90_pairs_blocks(const ConvShape& s, const Sm90Plan& p) {
-  return sm90_multiplies_pairs(s, p) && p.mode == PixelMode::kRows && p.channels >= 128 &&
-         ceil_div(s.out_channels, p.channels) % 2 == 0;
+  return sm90_multiplies_pairs(s, p) && p.channels >= 128 && ceil_div(s.out_channels, p.channels) % 2 == 0;
 }
 // Whether the kernel deals out the rest of `tiles` among `columns` blocks: where its loop over pairs of stages applies (half,
 // whole rows of 128 bytes), where each block gets a part at most, and where whole tiles would take another round.

@@ -33,13 +33,15 @@ bool choose_stages(const ConvShape& s, Sm90Plan& p) {
   };
   const bool window = p.mode == PixelMode::kWindow;
   const int planes = window ? std::min(s.stride_h, s.kernel_h) * std::min(s.stride_w, s.kernel_w) : 1;
-  // What a worker fills in its life, and what the block streams: stages beyond them would never be filled.
-  const int64_t rounds = ceil_div<int64_t>(ceil_div(sm90_tiles(s, p), sm90_columns(s, p)), p.workers);
-  const int64_t tile_blocks = rounds * sm90_split_blocks(s, p);
-  const int most_pixels = static_cast<int>(std::min<int64_t>(12, tile_blocks * (window ? planes : taps)));
+  // What passes through a ring in its life, and what the block streams: stages beyond them would never be filled.
+  const int64_t column_tiles = ceil_div(sm90_tiles(s, p), sm90_columns(s, p));
+  const int64_t tile_blocks = ceil_div<int64_t>(column_tiles, p.workers) * sm90_split_blocks(s, p);
+  const int64_t ring_blocks = p.one_ring ? column_tiles * sm90_split_blocks(s, p) : tile_blocks;
+  const int most_pixels = static_cast<int>(std::min<int64_t>(12, ring_blocks * (window ? planes : taps)));
   const int most_weights = static_cast<int>(std::min<int64_t>(8, tile_blocks * groups));
   // Two where a stage lasts for several products, and enough of them to cover a latency.
-  const int least = std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);
+  const int least =
+      p.one_ring ? sm90_blocks(s, p) : std::min(most_pixels, (window && taps / planes >= 4) || p.parts > 1 ? 2 : 3);
   if (p.resident) {
     const int steps = sm90_split_blocks(s, p) * groups;
     if (steps > kSm90MaxWeightStages) return false;
@@ -92,7 +94,9 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
     return plans;
   }
   const auto add = [&](Sm90Plan plan) {
-    if (choose_stages(s, plan)) {
+    for (const bool one_ring : {false, true}) {
+      plan.one_ring = one_ring;
+      if ((one_ring && !sm90_joins_rings(s, plan)) || !choose_stages(s, plan)) continue;
       const bool rest = sm90_deals_rest(s, plan, sm90_tiles(s, plan), sm90_columns(s, plan));
       for (const bool paired : {false, true}) {
         plan.paired = paired;
@@ -104,6 +108,7 @@ std::vector<Sm90Plan> sm90_plans(const ConvShape& s, int element_bytes) {
       }
       plan.paired = plan.rest = false;
     }
+    plan.one_ring = false;
     // A reduction is split where that fills multiprocessors which would be idle.
     const bool splits = sm90_can_split(plan.channels, plan.element_bytes);
     for (plan.split = 2; splits && plan.split <= kSm90MaxSplit; ++plan.split) {
@@ -146,7 +151,7 @@ std::string sm90_name(const Sm90Plan& p) {
   const char* mode[] = {"rows", "window", "taps"};
   name << "implicit_gemm/sm90/" << 64 * p.workers << "x" << p.channels << "x" << p.row_bytes / p.element_bytes * p.parts
        << "-" << mode[static_cast<int>(p.mode)] << "-" << (p.resident ? "resident" : "streamed") << "-"
-       << (p.paired ? "paired-" : "") << (p.rest ? "rest-" : "")
+       << (p.one_ring ? "ring-" : "") << (p.paired ? "paired-" : "") << (p.rest ? "rest-" : "")
        << (p.split > 1 ? "split" + std::to_string(p.split) + "-" : "") << p.pixel_stages << "+" << p.weight_stages;
   return name.str();
 }

@@ -19,6 +19,7 @@
 #include <limits>
 #include <optional>
 
+#include "device/built_for_hopper.h"
 #include "device/dependent_launch.cuh"
 #include "device/gradient_kernels.h"
 #include "device/hopper.cuh"
@@ -344,14 +345,6 @@ void launch(const StridedDgradArgs& a, DType dtype, const Layout& l, cudaStream_
   allow_shared_bytes(kKernel, l.bytes);
   const unsigned int grid = checked_grid(int64_t(k.columns) * k.channel_tiles, kName);
   launch_dependent<kKernel>(kName, grid, 160 * l.workers + 32, l.bytes, stream, k);
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T>

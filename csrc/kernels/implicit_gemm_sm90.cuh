@@ -27,8 +27,8 @@
 // block has stored (device/tile_stats.h), so that batch norm need not read y for its statistics. In half and bfloat16 (in
 // float, tiles of 96 and 192 channels spilled), in tiles of up to 128 channels.
 //
-// kRest, kPaired: variants for plans with `rest` and `paired` (device/sm90_plan.h), with no other loops than those over pairs of
-// stages, for which there would be no registers.
+// kRest, kPaired: variants for plans with `rest`, `paired` and `one_ring` (device/sm90_plan.h), with no other loops than those over
+// pairs of stages, for which there would be no registers.
 //
 // Compiled in four parts: implicit_gemm_sm90_plain.cu, implicit_gemm_sm90_float.cu, implicit_gemm_sm90_stats.cu,
 // implicit_gemm_sm90_shared.cu.
@@ -42,6 +42,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "device/built_for_hopper.h"
 #include "device/channel_stats.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
@@ -102,6 +103,8 @@ struct KernelArgs {
   bool resident, store_boxes;
   // Where stages of x and of the weights correspond: blocks of channels in a stage, and stages of a tile (multiply_pairs()).
   int pair_parts, pair_stages;  // 0: they do not
+  int next_ring;  // pixel stages from a worker's ring to the next one's; 0: all workers share one
+  FastDivide by_ring;  // stages of a ring
   bool in_turn;  // the products of a tile wait for those of the tile before, which another worker has
   int half_bytes, half_pixels,
       half_columns;  // kPaired: from the half of a pixel stage that one block copies to the other's
@@ -147,14 +150,15 @@ __device__ __forceinline__ TilePosition window_position(const KernelArgs& args, 
   return t;
 }
 
-__device__ __forceinline__ TilePosition row_position(int tile) {
+// skipped: pixels between the first one of the tile and the position.
+__device__ __forceinline__ TilePosition row_position(int tile, int skipped = 0) {
   TilePosition t;
-  t.pixel = tile * kTilePixels;
+  t.pixel = tile * kTilePixels + skipped;
   return t;
 }
 
-__device__ __forceinline__ TilePosition taps_position(const KernelArgs& args, int tile) {
-  TilePosition t = row_position(tile);
+__device__ __forceinline__ TilePosition taps_position(const KernelArgs& args, int tile, int skipped = 0) {
+  TilePosition t = row_position(tile, skipped);
   int row;
   args.by_out_w.divide(t.pixel, row, t.q);
   args.by_out_h.divide(row, t.n, t.p);
@@ -228,23 +232,49 @@ __device__ __forceinline__ BlockWork work_of_block(const KernelArgs& args) {
   return work;
 }
 
-__device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int tile) {
+template <bool kPaired = false>
+__device__ __forceinline__ TilePosition position_of(const KernelArgs& args, int tile, int rank = 0) {
+  const int skipped = kPaired ? rank * args.half_pixels : 0;
   return args.mode == PixelMode::kWindow ? window_position(args, tile)
-         : args.mode == PixelMode::kTaps ? taps_position(args, tile)
-                                         : row_position(tile);
+         : args.mode == PixelMode::kTaps ? taps_position(args, tile, skipped)
+                                         : row_position(tile, skipped);
 }
 
 // All of the block: its barriers are set up. Called once by each warp, wherever it first uses one.
 __device__ __forceinline__ void wait_for_set_up() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-// kPaired: the half of a pixel stage that block `rank` of the cluster copies for both.
-__device__ __forceinline__ void load_half(const KernelArgs& args, uint32_t leads, uint32_t filled, uint32_t to,
-                                          int channel, int pixel, int column, int rank) {
-  load_box_for_both(leads, to + rank * args.half_bytes, &args.x, filled, channel, pixel + rank * args.half_pixels,
-                    column + rank * args.half_columns, 0);
+// load_pixels() into the same place of both blocks of a cluster of two.
+__device__ __forceinline__ void load_pixels_for_both(uint32_t leads, uint32_t to, const CUtensorMap* map,
+                                                     uint32_t barrier, int c0, int c1, int c2, int c3, int right,
+                                                     int down) {
+#if YOLO12_HAS_WGMMA
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %9, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %10;\n"
+      "}\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(right)),
+      "h"(static_cast<uint16_t>(down)), "r"(leads), "h"(static_cast<uint16_t>(3))
+      : "memory");
+#endif
 }
 
-// A warp per worker: fills the worker's ring of pixel stages, tile after tile. `leads`: 1 in one lane, 0 in the others.
+// kPaired: the half of a pixel stage that block `rank` of the cluster copies for both. left, top: of taps, of the half.
+__device__ __forceinline__ void load_half(const KernelArgs& args, uint32_t leads, uint32_t filled, uint32_t to,
+                                          int channel, const TilePosition& t, int left, int top, const Plane& plane,
+                                          int column, int rank) {
+  to += rank * args.half_bytes;
+  if (args.mode == PixelMode::kTaps) {
+    load_pixels_for_both(leads, to, &args.x, filled, channel, left, top, t.n, plane.right, plane.down);
+  } else {
+    load_box_for_both(leads, to, &args.x, filled, channel, t.pixel, column + rank * args.half_columns, 0);
+  }
+}
+
+// A warp per worker: fills the worker's ring of pixel stages, tile after tile. One ring: the first worker's warp fills it, with the
+// tiles of all in the order of their turns. `leads`: 1 in one lane, 0 in the others.
 template <int kRestParts, bool kPaired>
 __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t leads, Ring ring, uint32_t stages,
                                                int worker, const BlockWork& work) {
@@ -255,8 +285,10 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
     if (first) wait_for_earlier_kernels(prepared);
     first = false;
   };
-  for (int i = worker; i < work.tiles; i += args.workers) {
-    const TilePosition t = position_of(args, i * args.columns + work.column);
+  const bool one_ring = kRestParts > 0 && args.next_ring == 0;
+  const int tile_step = one_ring ? 1 : args.workers, begin = one_ring && worker > 0 ? work.tiles : worker;
+  for (int i = begin; i < work.tiles; i += tile_step) {
+    const TilePosition t = position_of<kPaired>(args, i * args.columns + work.column, work.rank);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
     int block = work.first_block + worker * args.lag_blocks;
     for (int step = 0; step < work.blocks; ++step) {
@@ -270,8 +302,8 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
         const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
         barrier_expect(leads, filled, args.pixel_filled_bytes);
         if constexpr (kPaired) {
-          wait_once(column ^ channel ^ to ^ t.pixel);
-          load_half(args, leads, filled, to, channel, t.pixel, column, work.rank);
+          wait_once(column ^ channel ^ to ^ t.pixel ^ left ^ top ^ t.n ^ plane.right ^ plane.down);
+          load_half(args, leads, filled, to, channel, t, left, top, plane, column, work.rank);
         } else if (args.mode == PixelMode::kWindow) {
           const int right = left + plane.right, down = top + plane.down;
           wait_once(channel ^ right ^ down ^ t.n ^ to);
@@ -297,6 +329,7 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
   }
   if (first) wait_for_set_up();  // a worker without tiles
   if (kPaired && first) cluster_wait();
+  if (one_ring && worker > 0) return;
   const auto leave = [&] {
     // The other block's warps arrive on this block's barriers: not after its end.
     for (int i = 0; kPaired && i < args.pixel_stages; ++i) {
@@ -307,18 +340,19 @@ __device__ __forceinline__ void load_pixels_of(const KernelArgs& args, uint32_t 
   if constexpr (kRestParts > 0) {
     const RestWork rest = rest_of_block<kRestParts>(args, work);
     if (!rest.any || worker >= args.rest_sharers) return leave();
-    const TilePosition t = position_of(args, rest.tile);
+    const TilePosition t = position_of<kPaired>(args, rest.tile, work.rank);
     const int left = t.q * args.stride_w - args.pad_w, top = t.p * args.stride_h - args.pad_h;
+    const int stage_step = one_ring ? 1 : args.rest_sharers;
     int block = 0, j = worker;
-    for (int stage = worker; stage < args.pair_stages; stage += args.rest_sharers) {
+    for (int stage = worker; stage < args.pair_stages; stage += stage_step) {
       for (; j >= args.planes; j -= args.planes) ++block;
       const Plane plane = args.plane[j];
-      j += args.rest_sharers;
+      j += stage_step;
       const int channel = block * args.block_channels, column = block * args.block_columns;
       barrier_wait(ring.emptied(at.stage), at.parity ^ 1);
       const uint32_t filled = ring.filled(at.stage), to = stages + at.stage * args.pixel_stage_bytes;
       barrier_expect(leads, filled, args.pixel_filled_bytes);
-      if constexpr (kPaired) load_half(args, leads, filled, to, channel, t.pixel, column, work.rank);
+      if constexpr (kPaired) load_half(args, leads, filled, to, channel, t, left, top, plane, column, work.rank);
 #pragma unroll 1
       for (int copy = 0; !kPaired && copy < args.pixel_copies; ++copy) {
         const uint32_t part = to + copy * args.copy_bytes;
@@ -989,6 +1023,18 @@ __device__ __forceinline__ void give_turn_if(uint32_t condition, int worker) {
       : "memory");
 }
 
+// One ring, whose last stages are those of a part: a worker may wait for one of them when all before have been filled, which the
+// worker with the last tile knows. Else the parity of a stage could be that of the round before. Named barrier 6: behind the turns.
+__device__ __forceinline__ bool ring_ends_in_parts(const KernelArgs& args) {
+  return args.next_ring == 0 && args.rest_tiles > 0;
+}
+__device__ __forceinline__ void let_parts_begin(const KernelArgs& args) {
+  asm volatile("bar.arrive 6, %0;" ::"r"(128 * args.workers) : "memory");
+}
+__device__ __forceinline__ void wait_for_parts(const KernelArgs& args) {
+  asm volatile("bar.sync 6, %0;" ::"r"(128 * args.workers) : "memory");
+}
+
 // The products of one warpgroup's tiles. With few channels a group of products takes 100 to 150 cycles, and what a warp
 // does from one group to the next (a wait, a signal, descriptors) takes 4 to 10 an instruction. In a loop over filter taps
 // with a choice of steps inside, 90 instructions, each tap took 240 to 300 cycles whatever its products; so did the warp
@@ -1039,6 +1085,13 @@ class Worker {
     }
   }
 
+  // One ring: the stage that is filled as the `index`-th comes next.
+  __device__ __forceinline__ void seek(int index) {
+    int turns;
+    args_.by_ring.divide(index, turns, pixel_at_.stage);
+    pixel_at_.parity = turns & 1;
+  }
+
   // Lets the weights of this many blocks pass.
   __device__ __forceinline__ void skip(int blocks) { skip_stages(blocks * args_.groups); }
 
@@ -1061,19 +1114,37 @@ class Worker {
   // looked up from one stage to the next.
   template <bool kStreamed, int kParts>
   __device__ __forceinline__ void multiply_pairs(float (&sum)[kChannels / 2], bool wait, int next) {
+    if constexpr (!kStreamed) weight_at_ = {};
+    const uint32_t emptied =
+        multiply_stages<kChannels, kStreamed, kParts>(sum, first_weights_, 1, wait, args_.pair_stages, 1);
+    if constexpr (!kStreamed) give_turn_if(next >= 0, next);
+    finish_stages<kStreamed>(emptied);
+  }
+
+  template <int kRestChannels, bool kStreamed, int kParts>
+  __device__ __forceinline__ void multiply_part_stages(float (&sum)[kRestChannels / 2], int part, int index,
+                                                       int sharers) {
+    constexpr int kBox = kRestChannels * 128 / 16;  // in 16 bytes
+    const uint32_t weights =
+        first_weights_ + (kStreamed ? index * kBox : index * (kParts * kChannels * 128 / 16) + part * kBox);
+    const int passed = args_.next_ring == 0 ? sharers : 1;
+    finish_stages<kStreamed>(multiply_stages<kRestChannels, kStreamed, kParts>(sum, weights, sharers, false,
+                                                                               args_.pair_stages / sharers, passed));
+  }
+
+  // Products of `stages` stages of x, every passed-th of the ring, with kSumChannels of the tile's, whose weights begin at
+  // `weights` in the first stage: in every one that is streamed, or in every weight_step-th. Returns the last stage of x
+  // that is still read; finish_stages() waits for it.
+  template <int kSumChannels, bool kStreamed, int kParts>
+  __device__ __forceinline__ uint32_t multiply_stages(float (&sum)[kSumChannels / 2], uint32_t weights, int weight_step,
+                                                      bool wait, int stages, int passed) {
     constexpr int kPixelPart = kTilePixels * 128 / 16, kWeightPart = kChannels * 128 / 16;  // in 16 bytes
     uint32_t emptied = 0;
-    release_pixels_ = 0;
-    if constexpr (kStreamed) {
-      release_weights_ = 0;
-    } else {
-      weight_at_ = {};
-    }
-    uint32_t weights = first_weights_;
-    int left = args_.pair_stages;
+    release_pixels_ = release_weights_ = 0;
+    // A loop that runs at least once, as the compiler has to see to keep the products asynchronous.
     do {
       const uint32_t pixels = first_pixels_ + pixel_at_.stage * (kParts * kPixelPart);
-      if constexpr (kStreamed) weights = first_weights_ + weight_at_.stage * (kParts * kWeightPart);
+      const uint32_t from = kStreamed ? weights + weight_at_.stage * (kParts * kWeightPart) : weights;
       if (kStreamed || wait) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
       barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
       wgmma_fence();
@@ -1081,8 +1152,8 @@ class Worker {
       for (int part = 0; part < kParts; ++part) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          wgmma<T, kChannels>(sum, descriptor(pixel_layout_, pixels + part * kPixelPart + 2 * k),
-                              descriptor(weight_layout_, weights + part * kWeightPart + 2 * k));
+          wgmma<T, kSumChannels>(sum, descriptor(pixel_layout_, pixels + part * kPixelPart + 2 * k),
+                                 descriptor(weight_layout_, from + part * kWeightPart + 2 * k));
         }
       }
       wgmma_commit();
@@ -1093,59 +1164,19 @@ class Worker {
         release_weights_ = signals_;
         weight_at_.advance(weight_ring_.stages);
       } else {
-        weights += kParts * kWeightPart;
+        weights += weight_step * (kParts * kWeightPart);
         ++weight_at_.stage;
       }
       release_pixels(emptied);
       emptied = pixel_ring_.emptied(pixel_at_.stage);
       release_pixels_ = signals_;
-      pixel_at_.advance(pixel_ring_.stages);
-    } while (--left > 0);
-    if constexpr (!kStreamed) give_turn_if(next >= 0, next);
-    wgmma_wait<0>();
-    release_pixels(emptied);
-    if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
+      for (int i = 0; i < passed; ++i) pixel_at_.advance(pixel_ring_.stages);
+    } while (--stages > 0);
+    return emptied;
   }
 
-  template <int kRestChannels, bool kStreamed, int kParts>
-  __device__ __forceinline__ void multiply_part_stages(float (&sum)[kRestChannels / 2], int part, int index,
-                                                       int sharers) {
-    constexpr int kPixelPart = kTilePixels * 128 / 16, kWeightPart = kChannels * 128 / 16,
-                  kBox = kRestChannels * 128 / 16;  // in 16 bytes
-    uint32_t emptied = 0;
-    release_pixels_ = release_weights_ = 0;
-    uint32_t weights = first_weights_ + (kStreamed ? index * kBox : index * (kParts * kWeightPart) + part * kBox);
-    const int step = sharers * (kParts * kWeightPart);
-    int left = args_.pair_stages / sharers;
-    do {
-      const uint32_t pixels = first_pixels_ + pixel_at_.stage * (kParts * kPixelPart);
-      const uint32_t from = kStreamed ? weights + weight_at_.stage * kWeightPart : weights;
-      if (kStreamed) barrier_wait(weight_ring_.filled(weight_at_.stage), weight_at_.parity);
-      barrier_wait(pixel_ring_.filled(pixel_at_.stage), pixel_at_.parity);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma<T, kRestChannels>(sum, descriptor(pixel_layout_, pixels + i * kPixelPart + 2 * k),
-                                  descriptor(weight_layout_, from + i * kWeightPart + 2 * k));
-        }
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if constexpr (kStreamed) {
-        barrier_arrive_if(weights_emptied_, release_weights_);
-        weights_emptied_ = weight_ring_.emptied(weight_at_.stage);
-        release_weights_ = signals_;
-        weight_at_.advance(weight_ring_.stages);
-      } else {
-        weights += step;
-      }
-      release_pixels(emptied);
-      emptied = pixel_ring_.emptied(pixel_at_.stage);
-      release_pixels_ = signals_;
-      pixel_at_.advance(pixel_ring_.stages);
-    } while (--left > 0);
+  template <bool kStreamed>
+  __device__ __forceinline__ void finish_stages(uint32_t emptied) {
     wgmma_wait<0>();
     release_pixels(emptied);
     if constexpr (kStreamed) barrier_arrive_if(weights_emptied_, release_weights_);
@@ -1354,6 +1385,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, WorkerType
     float sum[kChannels / 2] = {};
     if (args.resident) {
       int next = -1;
+      if (kRest && args.next_ring == 0) worker.seek(i * args.pair_stages);
       if (args.in_turn) {
         if (i > 0) wait_for_turn(index);
         if (i + 1 < work.tiles) next = index + 1 < args.workers ? index + 1 : 0;
@@ -1362,6 +1394,7 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, WorkerType
     } else {
       worker.template multiply_tile<true>(sum, kSplit ? work.first_block : lag, kSplit ? end : lag, true, -1);
     }
+    if (kRest && ring_ends_in_parts(args) && i + 1 == work.tiles) let_parts_begin(args);
     if (!kFoldedFirst && i == index) barrier_wait(affine_barrier(args, shared), 0);
     if constexpr (kSplit) gather_sums<kChannels>(args, sum, work, index, shared);
     if (finishes) {
@@ -1385,6 +1418,10 @@ __device__ __forceinline__ void compute_tiles(const KernelArgs& args, WorkerType
   worker.skip((args.workers - 1) * args.lag_blocks - lag);
   if constexpr (kRest) {
     const RestWork rest = rest_of_block<kStoreParts<T, kChannels>>(args, work);
+    if (ring_ends_in_parts(args)) {
+      if ((work.tiles - 1 - index) % args.workers != 0) wait_for_parts(args);  // not the worker with the last tile
+      worker.seek(work.tiles * args.pair_stages + index);
+    }
     if (rest.any) {
       const int sharers = args.rest_sharers;
       if (index < sharers) {
@@ -1441,8 +1478,8 @@ __device__ __forceinline__ void fold_channels(const KernelArgs& args, char* shar
       }
     }
   }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(affine_barrier(args, shared));
+  // Each thread that has written: racecheck does not follow __syncwarp() to the arrival of one for its warp.
+  if (thread < kChannels) barrier_arrive(affine_barrier(args, shared));
 }
 
 // The barriers of a ring, of whose stages `readers` warps let go.
@@ -1466,7 +1503,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
   let_later_kernels_start();
   const Ring weight_ring = {base + args.offset_rings, args.weight_stages};
   const auto pixel_ring = [&](int worker) {
-    return Ring{base + args.offset_rings + 16 * (args.weight_stages + worker * args.pixel_stages), args.pixel_stages};
+    return Ring{base + args.offset_rings + 16 * (args.weight_stages + worker * args.next_ring), args.pixel_stages};
   };
   // By the warps that have nothing else to do until the first stages are there: meanwhile those that copy compute where
   // from. A ring is set up by one thread: barriers are addressed through uniform registers, so 32 lanes take longer. The
@@ -1475,12 +1512,13 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
     const int worker = warp / 4, part = warp % 4;
     if (part == 0) {
       if (warp == 0) prefetch_tensor_map(&args.x);
-      set_up(pixel_ring(worker), kPaired ? 8 : 4);
+      if (worker == 0 || args.next_ring > 0) set_up(pixel_ring(worker), kPaired ? 8 : 4);
     } else if (part == 1 && worker == 0) {
       prefetch_tensor_map(&args.weight[0]);
       set_up(weight_ring, 4 * args.workers);
-      // affine_barrier()
-      barrier_init(base + args.offset_rings - 8, folds_beside_products(kChannels) ? 1 : 4 * args.workers);
+      // affine_barrier(): a thread arrives for each channel, or for all that it has
+      const int threads = folds_beside_products(kChannels) ? 32 : 128 * args.workers;
+      barrier_init(base + args.offset_rings - 8, min(kChannels, threads));
     } else if (part == 2 && worker == 0) {
       if (base % 1024 != 0) __trap();  // the swizzle is a function of the address
       prefetch_tensor_map(&args.y);
@@ -1500,7 +1538,7 @@ __global__ __launch_bounds__(kMaxThreads<kChannels>,
 
   const uint32_t leads = lane == 0;
   const auto pixel_stages = [&](int worker) {
-    return base + args.offset_pixels + worker * args.pixel_stages * args.pixel_stage_bytes;
+    return base + args.offset_pixels + worker * args.next_ring * args.pixel_stage_bytes;
   };
   if (warp < 4 * args.workers) {
     const int worker = warp / 4;
@@ -1586,9 +1624,10 @@ CUtensorMap pixel_map(const ConvArgs& a, DType dtype, const Sm90Plan& plan, cons
   const int upper[2] = {s.pad_w - (s.kernel_w - 1) * s.dilation_w, s.pad_h - (s.kernel_h - 1) * s.dilation_h};
   const cuuint32_t step[4] = {1, step_w, step_h, 1};
   CUtensorMap map;
-  const CUresult status = encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels,
-                                 kTilePixels, step, CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, type, 4, const_cast<void*>(a.x), size, stride, lower, upper, channels,
+             kTilePixels / (plan.paired ? 2 : 1), step, CU_TENSOR_MAP_INTERLEAVE_NONE, map_swizzle(plan.row_bytes),
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check_tensor_map(status, kName, "x");
   return map;
 }
@@ -1753,6 +1792,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   k.copy_bytes = kTilePixels * plan.row_bytes;
   k.group_bytes = (mode == PixelMode::kWindow ? window.w : 8) * plan.row_bytes;
   k.pixel_stages = plan.pixel_stages;
+  k.next_ring = plan.one_ring ? 0 : plan.pixel_stages;
+  k.by_ring = FastDivide(plan.pixel_stages);
   k.pixel_stage_bytes = sm90_pixel_stage_bytes(s, plan);
   k.pixel_filled_bytes = (mode == PixelMode::kWindow ? window.w * window.h : kTilePixels * plan.parts) * plan.row_bytes;
   k.weight_stages = plan.weight_stages;
@@ -1793,8 +1834,8 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   // other, 128 channels of 256 took 5 % less. Not where that alone would keep the others from computing: a ring that does
   // not hold a tile (1.3 to 1.8 times as long), many stages of few products (up to 1.1), less than a round of tiles.
   const bool few_products = k.blocks > 2 && 2 * plan.parts * kChannels < 192;
-  k.in_turn = pairs && mode == PixelMode::kRows && plan.resident && plan.workers > 1 && plan.pixel_stages >= k.blocks &&
-              !few_products && k.column_tiles >= plan.workers;
+  k.in_turn = plan.one_ring || (pairs && mode == PixelMode::kRows && plan.resident && plan.workers > 1 &&
+                                plan.pixel_stages >= k.blocks && !few_products && k.column_tiles >= plan.workers);
   k.lag_blocks = sm90_lag_blocks(plan, k.blocks, k.tiles, k.columns);
   k.offset_pixels = layout.pixels;
   k.offset_output = layout.output;
@@ -1829,14 +1870,6 @@ void launch(const ConvArgs& a, DType dtype, const Sm90Plan& wanted, const TileSt
   if (plan.split == 1) return start(std::false_type());
   if constexpr (!kStats && !kRest && sm90_can_split(kChannels, kBytes)) return start(std::true_type());
   fail(kName, ": no kernel splits tiles of ", kChannels, " channels");
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T>

@@ -24,6 +24,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "device/built_for_hopper.h"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/hopper.cuh"
@@ -629,14 +630,6 @@ void launch(const ConvArgs& a, DType dtype, const Sm90OncePlan& plan, cudaStream
   allow_shared_bytes(kKernel, layout.bytes);
   launch_dependent<kKernel>(kName, checked_grid(once_blocks(s, plan), kName), once_threads(plan.workers), layout.bytes,
                             stream, k);
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T, int kChannels, int kRowBytes>

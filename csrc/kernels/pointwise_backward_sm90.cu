@@ -18,6 +18,7 @@
 #include <limits>
 #include <optional>
 
+#include "device/built_for_hopper.h"
 #include "device/dependent_launch.cuh"
 #include "device/gradient_kernels.h"
 #include "device/hopper.cuh"
@@ -459,14 +460,6 @@ void launch(const PointwiseBackwardArgs& a, DType dtype, cudaStream_t stream) {
   constexpr auto kKernel = pointwise_backward_sm90_kernel<T, kOut, kIn>;
   allow_shared_bytes(kKernel, C::kBytes);
   launch_dependent<kKernel>(kName, pointwise_backward_slices(s) * k.parts, C::kThreads, C::kBytes, stream, k);
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T>

@@ -22,6 +22,7 @@
 // that depends on the shape alone, and rounds once to dw's dtype.
 #include <algorithm>
 
+#include "device/built_for_hopper.h"
 #include "device/dependent_launch.cuh"
 #include "device/gradient_kernels.h"
 #include "device/hopper.cuh"
@@ -533,14 +534,6 @@ void launch(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStream_t
   allow_shared_bytes(kKernel, shared_bytes);
   const unsigned int grid = checked_grid(int64_t(k.filter_tiles) * k.channel_tiles * k.slices, kName);
   launch_dependent<kKernel>(kName, grid, 128 * k.warpgroups + 32, shared_bytes, stream, k);
-}
-
-// Whether machine code for 9.0 is compiled at all. If not, the kernels are left out.
-constexpr bool is_built_for_hopper() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch == 900) return true;
-  }
-  return false;
 }
 
 template <class T>
