@@ -95,12 +95,8 @@ class TaskModel(StockPickle):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self._stock, _stub_arguments(self._stock), _state(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(_state(self), memo))
-        whole_model.register(twin)
-        return twin
+    # `YOLO` asks its network for the attributes that it has not itself, and would be copied by the network's method.
+    __deepcopy__: Any = None
 
     def __copy__(self) -> Any:
         twin = type(self).__new__(type(self))
@@ -173,7 +169,18 @@ def _stub_arguments(stock: Any) -> tuple[Any, ...]:
 def mixed_class(mixin: Any, stock: Any) -> Any:
     """The class that a task model of class `stock` becomes: `TaskModel` or `GraphModel` in front of it."""
     # The stock class's name, as messages and people know it.
-    return type(stock.__name__, (mixin, stock), {"_stock": stock, "__module__": __name__})
+    mixed = type(stock.__name__, (mixin, stock), {"_stock": stock, "__module__": __name__})
+    copy._deepcopy_dispatch[mixed] = _deepcopy  # type: ignore[attr-defined]
+    return mixed
+
+
+def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
+    """What the `copy` module calls for a task model in place of a ``__deepcopy__``."""
+    twin = type(model).__new__(type(model))
+    memo[id(model)] = twin
+    twin.__setstate__(copy.deepcopy(_state(model), memo))
+    whole_model.register(twin)
+    return twin
 
 
 def why_not(network: nn.Module) -> str | None:

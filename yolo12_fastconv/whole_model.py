@@ -65,7 +65,6 @@ def trace(model: Any, x: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         type(x) is not Tensor
         or model.training
         or torch.is_grad_enabled()
-        or torch.compiler.is_exporting()
         or not all(value is None or value is False for value in (*args, *kwargs.values()))
     ):
         return None
