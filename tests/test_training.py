@@ -355,6 +355,14 @@ def test_copies_and_pickles_of_a_yolo_object_are_patched(cuda_graph):
     assert count_blocks(yolo.model) == (BLOCKS - 1, BLOCKS)
 
 
+def test_a_copy_of_a_stock_yolo_object_with_a_patched_network():
+    yolo = YOLO("yolo12n.yaml")
+    patch_modules(yolo.model)
+    twin = copy.deepcopy(yolo)
+    assert type(twin) is YOLO and type(twin.model) is type(yolo.model) and twin.model is not yolo.model
+    assert count_blocks(twin.model) == ALL
+
+
 class OwnYOLO(YOLO):
     """A user's model class."""
 

@@ -5,8 +5,9 @@ whose class has `GraphModel` mixed in counts its calls by signature and captures
 
 What is captured: plain calls, ``model(x)`` with one strided CUDA tensor, in evaluation mode and without gradients; in
 training mode with gradients, `training_graphs` has its own rules, and this text is about the former. Calls with
-``augment``, ``embed``, ``profile`` or other arguments, tracing, export, compilation, calls under function or dispatch
-modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
+``augment``, ``embed``, ``profile`` or other arguments, tracing, export, calls under function or dispatch modes and
+transforms, inside somebody else's capture, or with hooks on inner modules run as ever. What ``torch.compile`` makes of
+a plain call ends in such a call (`whole_model.py`), what it traces itself has no graphs of ours.
 
 Signature: shape, strides, dtype and device of the input, and everything global that steers kernels
 (`_graph_state.flags`).
@@ -176,8 +177,8 @@ def mixed_class(mixin: Any, stock: Any) -> Any:
 
 def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
     """What the `copy` module calls for a task model in place of a ``__deepcopy__``."""
-    twin = type(model).__new__(type(model))
-    memo[id(model)] = twin
+    kind: Any = type(model)
+    twin = memo[id(model)] = kind.__new__(kind)
     twin.__setstate__(copy.deepcopy(_state(model), memo))
     whole_model.register(twin)
     return twin
