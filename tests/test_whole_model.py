@@ -309,6 +309,23 @@ def test_outputs_own_their_memory(model, x, monkeypatch):
         whole_model._op(x, f"{key} t2 0 1", None)
 
 
+def test_anchors_are_kept_by_shape(model):
+    fast = patch_model(model)
+    program, head = Compiled(fast), fast.model[-1]
+    pictures = [torch.rand(1, 3, 64, 64), torch.rand(1, 3, 64, 96), torch.rand(1, 3, 64, 64)]
+    made = []
+    for picture in pictures:
+        assert_equal(program(picture), copy.deepcopy(fast)(picture))
+        made.append(head.anchors)
+    assert made[0] is made[2] and made[0].shape == (2, 320) and made[1].shape == (2, 480)
+    fast.model[-1] = copy.deepcopy(head)
+    fast.model[-1].stride *= 2
+    fast.model[-1].shape = None
+    found = program(pictures[0])
+    fast.model[-1].shape = None
+    assert_equal(found, fast(pictures[0]))
+
+
 def test_yolo_objects(x):
     yolo = YOLO("yolo12n.yaml")
     uneven(yolo.model)
@@ -340,9 +357,10 @@ def test_gpu_outputs_are_those_of_an_uncompiled_call(cuda, mode, cuda_graph):
     fast = patch_model(build(), cuda_graph=cuda_graph).fuse(verbose=False).to(cuda).half()
     plain = copy.deepcopy(fast)
     graphs.disable(plain)
-    program = torch.compile(fast, fullgraph=True, mode=mode)
-    for seed in range(8):
-        x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(seed)).half().to(cuda)
+    program = torch.compile(fast, fullgraph=True, mode=mode, dynamic=False)
+    for seed in range(12):
+        width = 96 if seed % 3 == 1 else 64
+        x = torch.rand(2, 3, 64, width, generator=torch.Generator().manual_seed(seed)).half().to(cuda)
         if seed == 6:
             for m in (fast, plain):
                 m.model[0].conv.weight.mul_(1.5)
