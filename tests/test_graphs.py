@@ -401,12 +401,17 @@ def test_only_plain_calls_are_replayed(yolo12n, images, capsys):
     assert state(model).counts["replays"] == 2
 
 
-def test_compiled_and_traced_calls_are_stock(tiny):
+def test_compiled_calls_are_captured_and_replayed(tiny):
+    model = graphed(tiny)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(tensors(warm(compiled, X, 5)), stock_output(model, X))
+    assert state(model).counts["replays"] == 2
+
+
+def test_traced_calls_are_stock(tiny):
     model = graphed(tiny)
     warm(model, X, 4)
     with torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(tensors(compiled(X)), stock_output(model, X))
         traced = torch.jit.trace(model, X, strict=False, check_trace=False)
     assert "yolo12_fastconv::" not in str(traced.inlined_graph)
     assert state(model).counts["replays"] == 1
@@ -662,7 +667,9 @@ def test_unpatching_is_exact(tiny):
     assert type(tiny) is ClassificationModel and set(vars(tiny)) == before
     patch_model(tiny, cuda_graph=True)
     patch_model(tiny)
-    assert type(tiny) is ClassificationModel and not graphs.enabled(tiny)
+    assert not graphs.enabled(tiny)
+    unpatch_model(tiny)
+    assert type(tiny) is ClassificationModel and set(vars(tiny)) == before
 
 
 def test_shallow_replicas_do_not_use_anothers_graphs(tiny):

@@ -40,6 +40,7 @@ from ultralytics.nn.tasks import DetectionModel
 from yolo12_fastconv import (
     PatchError,
     blocks,
+    graphs,
     ops,
     patch_model,
     patch_report,
@@ -126,7 +127,11 @@ def test_float32_outputs_equal_stock(cfg, images):
     assert sum(counts(fast)) == {"yolo12n.yaml": 113, "yolo12l.yaml": 205}[cfg]
 
 
-SWAPS = {**blocks.FAST, **registry.FUSED}
+SWAPS = {
+    **blocks.FAST,
+    **registry.FUSED,
+    DetectionModel: graphs.mixed_class(graphs.TaskModel, DetectionModel),
+}
 OTHERS = [
     "yolo11n.yaml",
     "yolo26n.yaml",
@@ -146,7 +151,9 @@ def test_other_models_of_ultralytics_compute_as_stock(cfg):
     for name, module in model.named_modules():
         mine = fast.get_submodule(name)
         kept = getattr(module, "one2one_cv2", None) is not None  # a head that needs no suppression
-        assert type(mine) is (type(module) if kept else SWAPS.get(type(module), type(module)))
+        swapped = SWAPS.get(type(module), type(module)) if name else type(fast)
+        assert type(mine) is (type(module) if kept else swapped)
+    assert type(fast) is graphs.mixed_class(graphs.TaskModel, type(model))
     x = torch.rand(1, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
         assert fused_calls(fast, x) > 20

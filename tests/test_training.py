@@ -342,15 +342,25 @@ def test_frozen_layers(data, tmp_path):
 # ------------------------------------------------------------------------------------------------------- YOLO objects
 
 
-def test_copies_and_pickles_of_a_yolo_object_are_patched(yolo12n):
-    yolo = patch_model(YOLO("yolo12n.yaml"), exclude="model.0")
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_copies_and_pickles_of_a_yolo_object_are_patched(cuda_graph):
+    yolo = patch_model(YOLO("yolo12n.yaml"), exclude="model.0", cuda_graph=cuda_graph)
     for twin in (copy.deepcopy(yolo), pickle.loads(pickle.dumps(yolo))):
         assert type(twin) is training.FastYOLO
         assert count_blocks(twin.model) == (BLOCKS - 1, BLOCKS)
-        assert twin._fastconv_options == {"exclude": "model.0"}
+        graph = {"cuda_graph": True} if cuda_graph else {}
+        assert twin._fastconv_options == {"exclude": "model.0", **graph}
         assert count_blocks(unpatch_model(twin).model) == NONE
         assert type(twin) is YOLO
     assert count_blocks(yolo.model) == (BLOCKS - 1, BLOCKS)
+
+
+def test_a_copy_of_a_stock_yolo_object_with_a_patched_network():
+    yolo = YOLO("yolo12n.yaml")
+    patch_modules(yolo.model)
+    twin = copy.deepcopy(yolo)
+    assert type(twin) is YOLO and type(twin.model) is type(yolo.model) and twin.model is not yolo.model
+    assert count_blocks(twin.model) == ALL
 
 
 class OwnYOLO(YOLO):

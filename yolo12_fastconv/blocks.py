@@ -332,8 +332,12 @@ def output_plane(conv: Any, weight: Tensor, x: Tensor) -> tuple[int, int]:
 def exporting() -> bool:
     # Traced and exported graphs shall hold standard operators. An ONNX export is one or the other.
     if torch.compiler.is_compiling():
-        return torch.jit.is_tracing() or torch.compiler.is_exporting()
+        return torch.jit.is_tracing() or _is_exporting()
     return _is_tracing()
+
+
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def is_fused_forward(block: nn.Module, forward: Any) -> bool:
@@ -586,6 +590,8 @@ def _device_problem(index: int, dtype: torch.dtype) -> str | None:
 # For Dynamo a constant, instead of code to trace: what `torch.compiler.assume_constant_result` sets, which costs the
 # import of the whole compiler.
 _device_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# PyTorch 2.11's Dynamo takes every call of torch's own function for True, whatever it traces for.
+_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _class_name(module: nn.Module) -> str:

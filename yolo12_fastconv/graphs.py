@@ -5,8 +5,9 @@ whose class has `GraphModel` mixed in counts its calls by signature and captures
 
 What is captured: plain calls, ``model(x)`` with one strided CUDA tensor, in evaluation mode and without gradients; in
 training mode with gradients, `training_graphs` has its own rules, and this text is about the former. Calls with
-``augment``, ``embed``, ``profile`` or other arguments, tracing, export, compilation, calls under function or dispatch
-modes and transforms, inside somebody else's capture, or with hooks on inner modules run as ever.
+``augment``, ``embed``, ``profile`` or other arguments, tracing, export, calls under function or dispatch modes and
+transforms, inside somebody else's capture, or with hooks on inner modules run as ever. What ``torch.compile`` makes of
+a plain call ends in such a call (`whole_model.py`), what it traces itself has no graphs of ours.
 
 Signature: shape, strides, dtype and device of the input, and everything global that steers kernels
 (`_graph_state.flags`).
@@ -52,7 +53,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolo12_fastconv import _compat
+from yolo12_fastconv import _compat, whole_model
 from yolo12_fastconv._graph_capture import MAX_GRAPHS, CudaBackend, out_of_memory
 from yolo12_fastconv._graph_outputs import Outputs, Uncapturable
 from yolo12_fastconv._graph_state import Structure, flags, ordinary_call
@@ -80,7 +81,32 @@ _MAX_FAILURES = 3
 # ------------------------------------------------------------------------------------------------------- task models
 
 
-class GraphModel(StockPickle):
+class TaskModel(StockPickle):
+    """Mixin for Ultralytics' task models: shows a compiler the whole network as one op, in inference
+    (`whole_model.py`). Copies are of its class, pickles of the stock class."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock class's ``forward``: predictions for a tensor, the loss for a dictionary."""
+        if torch.compiler.is_compiling():
+            outputs = whole_model.trace(self, x, args, kwargs)
+            if outputs is not None:
+                return outputs
+        return super().forward(x, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self._stock, _stub_arguments(self._stock), _state(self)
+
+    # `YOLO` asks its network for the attributes that it has not itself, and would be copied by the network's method.
+    __deepcopy__: Any = None
+
+    def __copy__(self) -> Any:
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(_state(self))
+        whole_model.register(twin)
+        return twin
+
+
+class GraphModel(TaskModel):
     """Mixin for Ultralytics' task models: replays the calls that repeat; see the module."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,20 +145,6 @@ class GraphModel(StockPickle):
         _drop(self, "the model was moved or cast")
         return super()._apply(fn, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self._stock, _stub_arguments(self._stock), _state(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(_state(self), memo))
-        return twin
-
-    def __copy__(self) -> Any:
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(_state(self))
-        return twin
-
 
 def _state(model: nn.Module) -> dict[str, Any]:
     # `nn.Module` leaves out what `compile()` sets, too.
@@ -155,9 +167,21 @@ def _stub_arguments(stock: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _graph_class(stock: Any) -> Any:
+def mixed_class(mixin: Any, stock: Any) -> Any:
+    """The class that a task model of class `stock` becomes: `TaskModel` or `GraphModel` in front of it."""
     # The stock class's name, as messages and people know it.
-    return type(stock.__name__, (GraphModel, stock), {"_stock": stock, "__module__": __name__})
+    mixed = type(stock.__name__, (mixin, stock), {"_stock": stock, "__module__": __name__})
+    copy._deepcopy_dispatch[mixed] = _deepcopy  # type: ignore[attr-defined]
+    return mixed
+
+
+def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
+    """What the `copy` module calls for a task model in place of a ``__deepcopy__``."""
+    kind: Any = type(model)
+    twin = memo[id(model)] = kind.__new__(kind)
+    twin.__setstate__(copy.deepcopy(_state(model), memo))
+    whole_model.register(twin)
+    return twin
 
 
 def why_not(network: nn.Module) -> str | None:
@@ -168,8 +192,12 @@ def why_not(network: nn.Module) -> str | None:
         return f"{type(network).__name__} is not one of Ultralytics' task models"
     if "forward" in vars(network):
         return "it has a forward of its own (an instance attribute)"
-    stock: Any = type(network)
+    stock: Any = _stock_class(network)
     return _class_problem(stock)
+
+
+def _stock_class(network: Any) -> Any:
+    return network._stock if isinstance(network, TaskModel) else type(network)
 
 
 @functools.cache
@@ -195,18 +223,27 @@ def enable(network: nn.Module) -> None:
     if reason is not None:
         raise ValueError(reason)
     if not enabled(network):
-        stock: Any = type(network)
-        network.__class__ = _graph_class(stock)
+        network.__class__ = mixed_class(GraphModel, _stock_class(network))
+        whole_model.register(network)
 
 
-def disable(network: nn.Module) -> bool:
-    """Undo `enable` and free the graphs; returns whether there was something to undo."""
-    if not isinstance(network, GraphModel):
-        return False
-    _drop(network, "CUDA graphs were switched off")
-    vars(network).pop("_fc_graphs", None)
-    network.__class__ = network._stock
-    return True
+def disable(network: nn.Module) -> None:
+    """Let `network` use no CUDA graphs, and free those that it has. A task model becomes or stays a `TaskModel`, if it
+    can be one."""
+    if not isinstance(network, GraphModel) and why_not(network) is not None:
+        return
+    restore(network)
+    stock: Any = type(network)
+    network.__class__ = mixed_class(TaskModel, stock)
+    whole_model.register(network)
+
+
+def restore(network: nn.Module) -> None:
+    """Give `network` its stock class back."""
+    if isinstance(network, TaskModel):
+        _drop(network, "CUDA graphs were switched off")
+        vars(network).pop("_fc_graphs", None)
+        network.__class__ = network._stock
 
 
 def enabled(network: nn.Module) -> bool:

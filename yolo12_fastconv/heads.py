@@ -27,7 +27,7 @@ __all__ = ["FastDetect", "FastOBB", "FastPose", "FastSegment"]
 MOST_BINS, MOST_LEVELS = 16, 8
 """What the kernel takes: csrc/device/maps.h."""
 
-_OWN = frozenset({"forward_head", "_inference", "_get_decode_boxes", "decode_bboxes", "one2many"})
+_OWN = ("forward_head", "_inference", "_get_decode_boxes", "decode_bboxes", "one2many")
 _DECODED = "_fc_decoded"
 
 
@@ -76,8 +76,9 @@ class FastDetect(FusedBlock, Detect):
     def structure_problem(cls, block: Any) -> str | None:
         if getattr(block, "one2one_cv2", None) is not None or block.cv2 is None or block.cv3 is None:
             return "has one-to-one heads"
-        if not _OWN.isdisjoint(block.__dict__):
-            return f"has its own {', '.join(sorted(_OWN & set(block.__dict__)))} (instance attributes)"
+        own = [name for name in _OWN if name in block.__dict__]  # Dynamo does not trace every method of a set
+        if own:
+            return f"has its own {', '.join(sorted(own))} (instance attributes)"
         if not 0 < block.nl <= MOST_LEVELS or not 0 < block.reg_max <= MOST_BINS:
             return f"has {block.nl} levels and {block.reg_max} bins, the kernel takes {MOST_LEVELS} and {MOST_BINS}"
         dfl = child(block, "dfl")

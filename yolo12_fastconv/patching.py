@@ -249,6 +249,8 @@ def patch_modules(
     if cuda_graph and not _config.disabled():
         _check_graphs(network, cuda_graph)
         graphs.enable(network)
+    elif plan.patched and not graphs.enabled(network):
+        graphs.disable(network)
     _apply(network, plan)
     if memory is not None:
         _set_memory(network, memory)
@@ -259,7 +261,7 @@ def unpatch_modules(module: nn.Module) -> int:
     """Give every patched block of `module` its stock class back; returns how many `Conv` blocks there were."""
     count = 0
     network = _unwrap(module)
-    graphs.disable(network)
+    graphs.restore(network)
     for block in network.modules():
         stock = STOCK.get(type(block)) or UNFUSED.get(type(block))
         if stock is not None:
