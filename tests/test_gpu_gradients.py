@@ -185,3 +185,16 @@ def test_every_tile(cuda, monkeypatch):
                 check(case, "float16", cuda)
                 tried.add((kind, case.stride, name.split("/")[3].rsplit("x", 2)[0]))
     assert len(tried) >= 25, tried
+
+
+@pytest.mark.parametrize("slices", [8, 9, 32, 33, 144, 145, 161, 400])
+def test_numbers_of_slices(cuda, monkeypatch, slices):
+    """The second launch adds them in one round or in several: few elements, gaps behind the channels, many."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    for case in (dense(24, 40, 160, 160, 3), dense(22, 42, 160, 160, 3), dense(64, 72, 160, 160, 3)):
+        monkeypatch.delenv("YOLO12_FASTCONV_WGRAD", raising=False)
+        name = f"{describe(case, torch.float16)[1].rpartition('/')[0]}/{slices}"
+        monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", name)
+        assert describe(case, torch.float16)[1] == name
+        check(case, "float16", cuda)
