@@ -235,3 +235,17 @@ def test_every_tile(cuda, monkeypatch):
     assert len(tried) >= 25, tried
     assert ("window", (1, 1), "64x48x80") in tried
     assert {("window", stride, "96x32x80") for stride in ((1, 1), (2, 2))} <= tried
+
+
+@pytest.mark.parametrize("slices", [8, 9, 32, 33, 144, 145, 161, 400])
+def test_numbers_of_slices(cuda, monkeypatch, slices):
+    """The second launch adds them in one round or in several: few elements, gaps behind the channels, many."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    side = 40 if slices <= 33 else 160  # the limit is for slices of up to some hundred products
+    for case in (dense(24, 40, side, side, 3), dense(22, 42, side, side, 3), dense(64, 72, side, side, 3)):
+        monkeypatch.delenv("YOLO12_FASTCONV_WGRAD", raising=False)
+        name = f"{describe(case, torch.float16)[1].rpartition('/')[0]}/{slices}"
+        monkeypatch.setenv("YOLO12_FASTCONV_WGRAD", name)
+        assert describe(case, torch.float16)[1] == name
+        check(case, "float16", cuda)

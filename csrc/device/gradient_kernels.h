@@ -34,8 +34,11 @@ struct StridedDgradArgs {
 bool has_strided_dgrad(const ConvShape& shape);
 void strided_dgrad(const StridedDgradArgs& args, DType dtype, cudaStream_t stream);
 
-// Float sums of slices in the workspace, [slice][k][tap][c] or, depthwise, [slice][tap][channel], added up to the weight's
-// gradient. kernels/wgrad.cu
+// Adds the sums of slices in the workspace up to the weight's gradient, and rounds once: [slice][k][tap][pitch] or, depthwise,
+// [slice][tap][channel]; float, or double. The order of the additions depends on the shape and the number of slices alone.
+// kernels/wgrad_slices.cu
+void add_wgrad_slices(const WgradArgs& args, DType sums_dtype, int pitch, int slices, cudaStream_t stream);
+// Of float sums, a row of which has as many elements as channels.
 void add_wgrad_slices(const WgradArgs& args, int slices, cudaStream_t stream);
 
 // Gradient of a 7x7 depthwise weight in half and bfloat16: stride 1, a multiple of 8 channels. How many slices

@@ -340,14 +340,17 @@ __global__ __launch_bounds__(kThreads, kStatsResident) void stats_kernel(const B
   Partials<Acc>::at(a.workspace, g).store(g, r.segment, column, moments.mean, moments.squares);
 }
 
-// 8 columns, which are one sector of floats, x 64 segments at a time, and 8 loads in flight per thread: all segments of
-// most matrices. Narrow blocks spread over more multiprocessors, and fit beside the blocks that they wait for.
-constexpr int kFinishAcross = 8, kFinishDown = 64, kFinishThreads = kFinishAcross * kFinishDown, kFinishUnroll = 8;
-constexpr int kFinishWarps = kFinishThreads / 32;
+// 8 columns, which are one sector of floats, x 64 segments at a time, and 9 loads in flight per thread: all segments of
+// a matrix on an H200. Narrow blocks spread over more multiprocessors, and fit beside the blocks that they wait for. Two of
+// them fit a multiprocessor: with more, ptxas spares registers and has a thread wait for its first loads before its last.
+constexpr int kFinishAcross = 8, kFinishDown = 64, kFinishThreads = kFinishAcross * kFinishDown, kFinishUnroll = 9;
+constexpr int kFinishWarps = kFinishThreads / 32, kFinishResident = 2;
 static_assert(32 % kFinishAcross == 0 && kFinishWarps >= kFinishAcross && 32 % kFinishWarps == 0);
+static_assert(kFinishDown * kFinishUnroll >= std::max(kStatsBlocks, kPassBlocks));
 
 // The sums over all segments of what use(segment, partials, sums) adds, for the column with the number of the thread's
-// warp: in the first warps afterwards, and in a fixed order. Called by whole blocks.
+// warp: in the first warps afterwards, and in a fixed order. Called by whole blocks. What was loaded before and is used
+// in use() or later comes with the partials; what is computed from it before keeps them waiting for it.
 template <class Acc, class Use>
 __device__ __forceinline__ Sums<Acc> sum_segments(const RowGrid& g, const Partials<Acc>& in, Use&& use) {
   __shared__ Acc scratch[2][kFinishAcross][kFinishWarps + 1];
@@ -362,13 +365,18 @@ __device__ __forceinline__ Sums<Acc> sum_segments(const RowGrid& g, const Partia
   };
   if (column < in.columns) {
     const int first = threadIdx.x / kFinishAcross;
-    for_rows<kFinishUnroll>(
-        first, kFinishDown, ceil_div(g.segments - first, kFinishDown),
-        [&](int segment) {
-          const int64_t i = int64_t(segment) * in.columns + column;
-          return Sums<Acc>{in.first[i], in.second[i]};
-        },
-        [&](int segment, const Sums<Acc>& partial) { use(segment, partial, mine); });
+    Sums<Acc> partials[kFinishUnroll];
+#pragma unroll
+    for (int i = 0; i < kFinishUnroll; ++i) {
+      const int segment = first + i * kFinishDown;
+      const int64_t at = int64_t(segment) * in.columns + column;
+      if (segment < g.segments) partials[i] = {in.first[at], in.second[at]};
+    }
+#pragma unroll
+    for (int i = 0; i < kFinishUnroll; ++i) {
+      const int segment = first + i * kFinishDown;
+      if (segment < g.segments) use(segment, partials[i], mine);
+    }
   }
   add_lanes(kFinishAcross, 32);
   if (lane < kFinishAcross) {
@@ -392,8 +400,9 @@ __device__ __forceinline__ int channel_after_sum(const RowGrid& g) {
 // Mean and variance of all rows from those of the segments, relative to the mean of the first segment.
 // running.running_mean is null, or the buffers move too, by a momentum that does not depend on the counter.
 template <class Acc>
-__global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const BatchNormStatsArgs a, const RowGrid g,
-                                                                      const RunningStatsArgs running) {
+__global__ __launch_bounds__(kFinishThreads, kFinishResident) void finish_stats_kernel(const BatchNormStatsArgs a,
+                                                                                       const RowGrid g,
+                                                                                       const RunningStatsArgs running) {
   const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
   const int channel = channel_after_sum(g);
   const bool writes = channel < g.channels;
@@ -404,19 +413,19 @@ __global__ __launch_bounds__(kFinishThreads) void finish_stats_kernel(const Batc
   // Of the warp's own column afterwards, of the thread's before.
   const int before = blockIdx.x * kFinishAcross + threadIdx.x % kFinishAcross;
   const int after = blockIdx.x * kFinishAcross + threadIdx.x / 32;
-  const Acc origin = before < in.columns ? finite_origin(in.first[before]) : Acc(0);
-  const Acc own_origin = writes ? finite_origin(in.first[after]) : Acc(0);
+  const Acc origin = before < in.columns ? in.first[before] : Acc(0);
+  const Acc own_origin = writes ? in.first[after] : Acc(0);
   const Sums<Acc> sums = sum_segments<Acc>(g, in, [&](int segment, const Sums<Acc>& partial, Sums<Acc>& mine) {
     add_moments(mine.first, mine.second, {partial.first, partial.second}, static_cast<Acc>(g.rows_of_segment(segment)),
-                origin);
+                finite_origin(origin));
   });
-  if (writes) finish_channel(a, running, old, channel, own_origin, sums.first, sums.second);
+  if (writes) finish_channel(a, running, old, channel, finite_origin(own_origin), sums.first, sums.second);
 }
 
+// Of a channel with variance `var`.
 template <class Acc>
-__device__ __forceinline__ Acc invstd_of(const Affine& affine, int channel) {
-  if (affine.mean.data == nullptr) return Acc(1);
-  return Acc(1) / sqrt(load_channel<Acc>(affine.var, channel, Acc(1)) + Acc(affine.eps));
+__device__ __forceinline__ Acc invstd_of(const Affine& affine, Acc var) {
+  return affine.mean.data == nullptr ? Acc(1) : Acc(1) / sqrt(var + Acc(affine.eps));
 }
 
 // A channel's values. Vectors in Acc, as in every module under autocast, are loaded together: load_channel() branches on
@@ -606,21 +615,22 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_sums_kernel(
 }
 
 template <class Acc>
-__global__ __launch_bounds__(kFinishThreads) void finish_sums_kernel(const BatchNormBackwardArgs a, const RowGrid g) {
+__global__ __launch_bounds__(kFinishThreads, kFinishResident) void finish_sums_kernel(const BatchNormBackwardArgs a,
+                                                                                      const RowGrid g) {
   const Partials<Acc> in = Partials<Acc>::at(a.workspace, g);
   const int channel = channel_after_sum(g);
   const bool writes = channel < g.channels;
   let_later_kernels_start();
   wait_for_earlier_kernels();
-  Acc invstd = 0;  // asked for before the sums, which take as long to come
-  if (writes) invstd = invstd_of<Acc>(a.affine, channel);
+  // Asked for before the sums, which take as long to come; computed with after them, or they would wait for it.
+  const Acc var = writes ? load_channel<Acc>(a.affine.var, channel, Acc(1)) : Acc(1);
   const Sums<Acc> sums = sum_segments<Acc>(g, in, [](int, const Sums<Acc>& partial, Sums<Acc>& mine) {
     mine.first += partial.first;
     mine.second += partial.second;
   });
   if (!writes) return;
   static_cast<Acc*>(a.grad_beta)[channel] = sums.first;
-  static_cast<Acc*>(a.grad_gamma)[channel] = sums.second * invstd;
+  static_cast<Acc*>(a.grad_gamma)[channel] = sums.second * invstd_of(a.affine, var);
 }
 
 // grad_z = scale * du - (offset + slope * (z - mean)), offset and slope from the sums; both 0 for fixed statistics.
@@ -652,7 +662,8 @@ __global__ __launch_bounds__(kThreads, kPassResident) void backward_kernel(const
     table.set(i, a.affine, channel);
     const Acc factor = table.scale[i] / static_cast<Acc>(g.rows);
     offsets[i] = a.batch_stats ? factor * grad_beta : Acc(0);
-    slopes[i] = a.batch_stats ? factor * invstd_of<Acc>(a.affine, channel) * grad_gamma : Acc(0);
+    const Acc var = load_channel<Acc>(a.affine.var, channel, Acc(1));
+    slopes[i] = a.batch_stats ? factor * invstd_of(a.affine, var) * grad_gamma : Acc(0);
   });
   if (!r.active) return;
   const Norm<Acc, kLanes> norm(table, r.local);

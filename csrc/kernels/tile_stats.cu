@@ -11,12 +11,13 @@ namespace yolo12_fastconv {
 namespace {
 
 // 8 channels, two sectors of a part, x 32 parts at a time; 5 loads in flight per thread: all parts on 160 multiprocessors.
+// kResident: with more blocks on one, ptxas spares registers and has a thread wait for its first loads before its last.
 constexpr int kAcross = 8, kDown = 32, kThreads = kAcross * kDown, kUnroll = 5;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / 32, kResident = 4;
 
 // Chan et al., relative to the mean of the first part.
-__global__ __launch_bounds__(kThreads) void tile_stats_kernel(const BatchNormStatsArgs a, const TileStats in,
-                                                              const RunningStatsArgs running) {
+__global__ __launch_bounds__(kThreads, kResident) void tile_stats_kernel(const BatchNormStatsArgs a, const TileStats in,
+                                                                         const RunningStatsArgs running) {
   __shared__ float2 scratch[kWarps][kAcross];
   const int x = threadIdx.x % kAcross, channel = blockIdx.x * kAcross + x;
   const bool exists = channel < a.channels, writes = exists && threadIdx.x < kAcross;
@@ -25,24 +26,28 @@ __global__ __launch_bounds__(kThreads) void tile_stats_kernel(const BatchNormSta
   wait_for_earlier_kernels();
   OldStats<float> old;
   if (writes) old.load(running, channel);
-  const float origin = exists ? finite_origin(moments[0].x) : 0.0f;
-  float sum = 0, squares = 0;
-  for (int first = threadIdx.x / kAcross; first < in.parts; first += kUnroll * kDown) {
-    float2 part[kUnroll] = {};
-    float count[kUnroll] = {};
+  const float first_mean = exists ? moments[0].x : 0.0f;
+  float2 part[kUnroll];
+  float count[kUnroll];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int at = first + i * kDown;
-      if (!exists || at >= in.parts) continue;
-      part[i] = moments[int64_t(at) * a.channels];
-      count[i] = in.counts[at];
+      const bool has = exists && at < in.parts;
+      part[i] = has ? moments[int64_t(at) * a.channels] : float2{};
+      count[i] = has ? in.counts[at] : 0.0f;
     }
+  };
+  int first = threadIdx.x / kAcross;
+  load(first);
+  const float origin = finite_origin(first_mean);  // known with the first parts, not before they are asked for
+  float sum = 0, squares = 0;
+  while (true) {
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const float d = part[i].x - origin;
-      sum += count[i] * d;
-      squares += part[i].y + count[i] * d * d;
-    }
+    for (int i = 0; i < kUnroll; ++i) add_moments(sum, squares, {part[i].x, part[i].y}, count[i], origin);
+    first += kUnroll * kDown;
+    if (first >= in.parts) break;
+    load(first);
   }
 #pragma unroll
   for (int apart = kAcross; apart < 32; apart *= 2) {

@@ -584,71 +584,6 @@ __global__ __launch_bounds__(kDenseThreads, sizeof(T) == 4 ? 4 : 2) void wgrad_d
   }
 }
 
-// ---- the sum of the slices ----
-
-constexpr int kFinishAcross = 32, kFinishDown = 16, kFinishChains = 4;
-
-// Where the elements of the workspace, (k, tap, channel), go. Depthwise: k is 0, and channel is the output channel.
-struct FinishPlan {
-  int64_t elements;
-  int slices, taps, channels, kernel_w;
-  Strides strides;
-};
-
-// One element of the weight per column of threads, every kFinishDown-th slice per thread, in four chains.
-template <class Acc>
-__global__ __launch_bounds__(kFinishAcross* kFinishDown) void finish_wgrad_kernel(const WgradArgs a,
-                                                                                  const FinishPlan plan) {
-  __shared__ Acc scratch[kFinishDown][kFinishAcross];
-  const int lane = threadIdx.x % kFinishAcross, down = threadIdx.x / kFinishAcross;
-  const int64_t element = int64_t(blockIdx.x) * kFinishAcross + lane;
-  let_later_kernels_start();
-  wait_for_earlier_kernels();
-  Acc sum[kFinishChains] = {};
-  if (element < plan.elements) {
-    const Acc* const in = static_cast<const Acc*>(a.workspace) + element;
-    for (int slice = down; slice < plan.slices; slice += kFinishChains * kFinishDown) {
-#pragma unroll
-      for (int i = 0; i < kFinishChains; ++i) {
-        if (slice + i * kFinishDown < plan.slices) sum[i] += in[(slice + i * kFinishDown) * plan.elements];
-      }
-    }
-  }
-  scratch[down][lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-#pragma unroll
-  for (int half = kFinishDown / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (down < half) scratch[down][lane] += scratch[down + half][lane];
-  }
-  if (down > 0 || element >= plan.elements) return;
-  const int64_t row = element / plan.channels;
-  const int channel = static_cast<int>(element - row * plan.channels);
-  const int k = static_cast<int>(row / plan.taps), tap = static_cast<int>(row - int64_t(k) * plan.taps);
-  const int64_t to = k * plan.strides.n + channel * plan.strides.c + tap / plan.kernel_w * plan.strides.h +
-                     tap % plan.kernel_w * plan.strides.w;
-  const Acc value = scratch[0][lane];
-  switch (a.grad_weight_dtype) {
-    case DType::kFloat16: static_cast<__half*>(a.grad_weight)[to] = convert<__half>(value); break;
-    case DType::kBFloat16: static_cast<__nv_bfloat16*>(a.grad_weight)[to] = convert<__nv_bfloat16>(value); break;
-    case DType::kFloat32: static_cast<float*>(a.grad_weight)[to] = convert<float>(value); break;
-    default: static_cast<double*>(a.grad_weight)[to] = convert<double>(value); break;
-  }
-}
-
-template <class Acc>
-void finish(const WgradArgs& a, int slices, cudaStream_t stream) {
-  const ConvShape& s = a.shape;
-  const int taps = s.kernel_h * s.kernel_w;
-  const Strides& to = a.grad_weight_strides;
-  const FinishPlan plan =
-      s.groups > 1
-          ? FinishPlan{int64_t(taps) * s.out_channels, slices, taps, s.out_channels, s.kernel_w, {0, to.n, to.h, to.w}}
-          : FinishPlan{int64_t(s.out_channels) * taps * s.in_channels, slices, taps, s.in_channels, s.kernel_w, to};
-  const unsigned int blocks = checked_grid(ceil_div<int64_t>(plan.elements, kFinishAcross), "wgrad, sum of slices");
-  launch_dependent<finish_wgrad_kernel<Acc>>("wgrad, sum of slices", blocks, kFinishAcross * kFinishDown, 0, stream, a,
-                                             plan);
-}
-
 // ---- host ----
 
 bool depthwise_served(const ConvShape& s, DType dtype) {
@@ -695,7 +630,7 @@ void launch_taps(const WgradArgs& a, cudaStream_t stream) {
     wgrad_depthwise_taps_kernel<T, kTaps><<<blocks, kTapThreads, 0, stream>>>(a, g);
     check_launch("wgrad, depthwise");
   }
-  finish<float>(a, g.slices, stream);
+  add_wgrad_slices(a, g.slices, stream);
 }
 
 template <class T, int kLanes, int kTaps>
@@ -711,7 +646,7 @@ void launch_depthwise(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, depthwise");
   }
-  finish<Accumulator<T>>(a, g.slices, stream);
+  add_wgrad_slices(a, g.slices, stream);
 }
 
 template <class T>
@@ -757,7 +692,7 @@ void launch_dense(const WgradArgs& a, cudaStream_t stream) {
     });
     check_launch("wgrad, dense");
   }
-  finish<T>(a, g.slices, stream);
+  add_wgrad_slices(a, std::is_same_v<T, double> ? DType::kFloat64 : DType::kFloat32, s.in_channels, g.slices, stream);
 }
 
 }  // namespace
@@ -778,8 +713,6 @@ int64_t wgrad_workspace_bytes(const ConvShape& s, DType dtype) {
   slices = std::max(slices, wgrad_depthwise_sm90_slices(s, dtype));
   return int64_t(slices) * s.kernel_h * s.kernel_w * s.out_channels * static_cast<int>(sizeof(float));
 }
-
-void add_wgrad_slices(const WgradArgs& a, int slices, cudaStream_t stream) { finish<float>(a, slices, stream); }
 
 void wgrad(const WgradArgs& a, DType dtype, cudaStream_t stream) {
   const ConvShape& s = a.shape;

@@ -18,7 +18,7 @@
 // next to the map's lower or right edge, such a zero makes NaN of a tap that reads past the edge; of that input channel
 // other taps are NaN then anyway.
 //
-// Sums are float and leave for the workspace, [slice][k][tap][c]; finish_wgrad_sm90_kernel adds the slices, in an order
+// Sums are float and leave for the workspace, [slice][k][tap][c]; add_wgrad_slices() adds the slices, in an order
 // that depends on the shape alone, and rounds once to dw's dtype.
 #include <algorithm>
 
@@ -356,77 +356,6 @@ __global__ __launch_bounds__(kMaxThreads<kWidth, kProducts>,
 #endif
 }
 
-// ---- the sum of the slices ------------------------------------------------------------------------------------------
-
-constexpr int kFinishThreads = 256, kFinishAcross = 32;
-
-struct FinishArgs {
-  const float4* workspace;
-  int64_t vectors;  // of four channels in a slice
-  int slices, taps, in_channels, row_vectors, kernel_w;
-  void* out;
-  Strides strides;
-  DType dtype;
-};
-
-__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-// A vector of four channels per thread of kAcross; the other threads of a block have every kDown-th slice, in four chains.
-template <int kDown>
-__global__ __launch_bounds__(kFinishThreads) void finish_wgrad_sm90_kernel(const FinishArgs a) {
-  constexpr int kAcross = kFinishThreads / kDown, kChains = 4;
-  __shared__ float4 scratch[kDown > 1 ? kFinishThreads : 1];
-  const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
-  const int64_t vector = int64_t(blockIdx.x) * kAcross + across;
-  let_later_kernels_start();
-  wait_for_earlier_kernels();
-  float4 sum[kChains] = {};
-  if (vector < a.vectors) {
-    for (int slice = down; slice < a.slices; slice += kChains * kDown) {
-#pragma unroll
-      for (int i = 0; i < kChains; ++i) {
-        if (slice + i * kDown < a.slices) sum[i] = add(sum[i], a.workspace[(slice + i * kDown) * a.vectors + vector]);
-      }
-    }
-  }
-  float4 total = add(add(sum[0], sum[1]), add(sum[2], sum[3]));
-  if constexpr (kDown > 1) {
-    scratch[threadIdx.x] = total;
-#pragma unroll
-    for (int half = kDown / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (down < half) scratch[threadIdx.x] = add(scratch[threadIdx.x], scratch[threadIdx.x + half * kAcross]);
-    }
-    total = scratch[threadIdx.x];  // each thread's own
-  }
-  if (down > 0 || vector >= a.vectors) return;
-  const int64_t row = vector / a.row_vectors;
-  const int c = static_cast<int>(vector - row * a.row_vectors) * 4, k = static_cast<int>(row / a.taps);
-  const int tap = static_cast<int>(row - int64_t(k) * a.taps);
-  const int64_t to =
-      k * a.strides.n + c * a.strides.c + tap / a.kernel_w * a.strides.h + tap % a.kernel_w * a.strides.w;
-  const float values[4] = {total.x, total.y, total.z, total.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (c + i >= a.in_channels) break;
-    const int64_t at = to + i * a.strides.c;
-    switch (a.dtype) {
-      case DType::kFloat16: static_cast<__half*>(a.out)[at] = convert<__half>(values[i]); break;
-      case DType::kBFloat16: static_cast<__nv_bfloat16*>(a.out)[at] = convert<__nv_bfloat16>(values[i]); break;
-      case DType::kFloat32: static_cast<float*>(a.out)[at] = values[i]; break;
-      default: static_cast<double*>(a.out)[at] = values[i]; break;
-    }
-  }
-}
-
-template <int kDown>
-void finish(const FinishArgs& a, cudaStream_t stream) {
-  launch_dependent<finish_wgrad_sm90_kernel<kDown>>(
-      kName, checked_grid(ceil_div<int64_t>(a.vectors, kFinishThreads / kDown), kName), kFinishThreads, 0, stream, a);
-}
-
 // ---- host -----------------------------------------------------------------------------------------------------------
 
 // Sizes of one get the stride that a dense tensor would have.
@@ -580,25 +509,7 @@ void wgrad_sm90(const WgradArgs& a, DType dtype, const WgradPlan& plan, cudaStre
   } else {
     fail(kName, ": no kernel for ", name_of(dtype));
   }
-  const ConvShape& s = a.shape;
-  FinishArgs f;
-  f.workspace = static_cast<const float4*>(a.workspace);
-  f.vectors = wgrad_slice_floats(s) / 4;
-  f.slices = plan.slices;
-  f.taps = s.kernel_h * s.kernel_w;
-  f.in_channels = s.in_channels;
-  f.row_vectors = wgrad_pitch(s) / 4;
-  f.kernel_w = s.kernel_w;
-  f.out = a.grad_weight;
-  f.strides = a.grad_weight_strides;
-  f.dtype = a.grad_weight_dtype;
-  if (plan.slices <= 8) {
-    finish<1>(f, stream);
-  } else if (plan.slices <= 32) {
-    finish<4>(f, stream);
-  } else {
-    finish<16>(f, stream);
-  }
+  add_wgrad_slices(a, DType::kFloat32, wgrad_pitch(a.shape), plan.slices, stream);
 }
 
 }  // namespace yolo12_fastconv
