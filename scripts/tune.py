@@ -239,8 +239,8 @@ class _Query(ctypes.Structure):
     ]
 
 
-_TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), \d+, \d+, \d+(?:, (true))?\}")
-_SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(window))?")
+_TILE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+), (\d+), \d+(?:, (true))?\}")
+_SM80 = re.compile(r"implicit_gemm/sm80/(\d+)x(\d+)x(\d+)x(\d+)(?:-(wide))?(?:-(window))?")
 _SM90 = re.compile(
     r"implicit_gemm/sm90/(\d+)x(\d+)x(\d+)-(\w+)-(\w+)-(?:ring-)?(?:paired-)?(?:rest-)?(?:split(\d)-)?(\d+)\+(\d+)"
 )
@@ -250,10 +250,16 @@ _MODES = ("rows", "window", "taps")
 _COST = re.compile(r"^  double (\w+) = ([\d.]+);", re.MULTILINE)
 
 
-def _tile_key(found: re.Match[str]) -> tuple[int | bool, ...]:
-    """Sizes of an sm80 tile, and whether it keeps windows: what its name says."""
-    *sizes, window = found.groups()
-    return *map(int, sizes), window is not None
+def _tile_in_source(found: re.Match[str]) -> tuple[int | bool, ...]:
+    """Of a tile in gemm_tiles.h, what its name says: sizes, whether its warps are wide, whether it keeps windows."""
+    *sizes, warps_pixels, warps_channels, window = found.groups()
+    warp = int(sizes[0]) // int(warps_pixels) * (int(sizes[1]) // int(warps_channels))
+    return *map(int, sizes), warp > 2048, window is not None
+
+
+def _tile_in_name(found: re.Match[str]) -> tuple[int | bool, ...]:
+    *sizes, wide, window = found.groups()
+    return *map(int, sizes), wide is not None, window is not None
 
 
 class Model:
@@ -273,14 +279,14 @@ class Model:
         self.names = [name for name, _ in defaults]
         self.defaults = np.array([float(value) for _, value in defaults])
         tiles = _TILE.finditer((ROOT / "csrc" / "device" / "gemm_tiles.h").read_text())
-        self._tiles = {_tile_key(tile): index for index, tile in enumerate(tiles)}
+        self._tiles = {_tile_in_source(tile): index for index, tile in enumerate(tiles)}
 
     def query(self, layer: tuple[Any, ...], kernel: str) -> _Query:
         batch, ci, co, h, w, k, s, p, _act = layer
         out_h, out_w = (h + 2 * p - k) // s + 1, (w + 2 * p - k) // s + 1
         shape = (batch, ci, h, w, co, out_h, out_w, k, k, s, s, p, p, 1, 1, 1, self.element)
         if found := _SM80.fullmatch(kernel):
-            return _Query(*shape, self._tiles[_tile_key(found)])
+            return _Query(*shape, self._tiles[_tile_in_name(found)])
         if found := _ONCE.fullmatch(kernel):
             return _Query(*shape, -2, *map(int, found.groups()))
         found = _SM90.fullmatch(kernel)

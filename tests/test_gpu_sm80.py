@@ -54,6 +54,19 @@ OTHERS = [
     Conv((1, 9, 50, 50), 24, 3, padding=0),
     Conv((1, 72, 160, 160), 200, 3, stride=2),
     Conv((3, 96, 80, 80), 176, 1, padding=0),
+    # 1x1 ends of stages: a chunk, half of one, less than a stage; behind the last pixel and channel.
+    Conv((2, 40, 30, 31), 96, 1, padding=0),
+    Conv((2, 460, 13, 13), 200, 1, padding=0),
+    Conv((2, 129, 13, 13), 131, 1, padding=0),
+    Conv((2, 13, 50, 13), 64, 1, padding=0),
+    Conv((3, 192, 20, 20), 192, 1, padding=0),
+    # Up to nine taps by addition: whole stages, taps that end within one, pixels that are not adjacent.
+    Conv((2, 88, 31, 31), 100, 3, stride=2),
+    Conv((2, 96, 80, 80), 192, 3, stride=2),
+    Conv((2, 64, 31, 31), 128, 3, padding=2, dilation=2),
+    Conv((1, 320, 17, 17), 131, 1, stride=2, padding=0),
+    Conv((2, 72, 33, 20), 128, 2, padding=0),
+    Conv((2, 48, 40, 40), 96, 3, stride=2),
 ]
 
 

@@ -210,6 +210,19 @@ def test_windows_of_sm80():
     ].endswith("-window")
 
 
+def test_wide_warps_of_sm80():
+    """Tiles without registers for any taps: half, whole chunks, at least a stage of channels, up to nine taps."""
+
+    def wide(ci: int, k: int = 1, dtype: torch.dtype = torch.float16):
+        case = cases.Case("wide", ci, 128, 40, 40, (k, k), (2, 2), (k // 2, k // 2), batch=32)
+        return [name for name in candidates(case, dtype, 80, tf32=True) if name.endswith("-wide")]
+
+    assert len(wide(64)) == len(wide(72, k=3)) == len(wide(64, dtype=torch.bfloat16)) == 2
+    assert not wide(68) and not wide(56, k=3) and not wide(64, k=5) and not wide(64, dtype=torch.float32)
+    large = cases.Case("wide", 512, 512, 80, 80, (3, 3), (2, 2), (1, 1), batch=32)
+    assert all(kernel(large, torch.float16, capability)[2].endswith("-wide") for capability in (80, 86, 120))
+
+
 needs_sm90 = pytest.mark.skipif("9.0a" not in ops.LIBRARY.arch_list, reason="library without 9.0a")
 
 

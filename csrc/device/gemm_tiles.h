@@ -7,12 +7,15 @@
 
 namespace yolo12_fastconv {
 
-// One kernel per tile and dtype. Warps of 64 x 32 read shared memory less often than those of 32 x 32 (5 to 10 % at 64
-// channels). Warps of 64 x 64 would read it less still, but of them 8 fill a multiprocessor's registers, which do not hide
-// each other's latencies: 16 of 64 x 32 are up to 15 % faster. Stages of 128 bytes cost a barrier half as often (128 x 128 of
-// 64 bytes takes a third longer). 48 and 96 channels are widths of YOLO12x.
+// Kernels of each tile and dtype: one, or of stages of 128 bytes one for each way to load them. Warps of 64 x 32 read shared
+// memory less often than those of 32 x 32 (5 to 10 % at 64 channels); of 64 x 64 or 64 x 48 still less, but 8 of them fill a
+// multiprocessor's registers: 10 to 20 % faster where blocks are long (3x3 with stride 2, windows), slower in short ones,
+// whose set-up and epilogue 16 warps hide better. Stages of 128 bytes cost a barrier half as often (128 x 128 of 64 bytes
+// takes a third longer). 48 and 96 channels are widths of YOLO12x.
 constexpr GemmTile kGemmTiles[] = {
     {128, 128, 8, 3, 2, 4, 1},
+    {128, 128, 8, 3, 2, 2, 1},
+    {128, 96, 8, 3, 2, 2, 1},
     {128, 64, 8, 3, 2, 2, 1},
     {128, 32, 4, 5, 4, 1, 1},
     {128, 16, 4, 5, 4, 1, 1},
@@ -27,12 +30,18 @@ constexpr GemmTile kGemmTiles[] = {
     // Windows.
     {256, 16, 4, 3, 8, 1, 1, true},
     {256, 32, 4, 3, 8, 1, 1, true},
-    {256, 48, 4, 2, 8, 1, 1, true},
-    {256, 64, 4, 3, 4, 2, 1, true},
+    {256, 48, 4, 2, 4, 1, 1, true},
+    {256, 64, 4, 3, 4, 1, 1, true},
     {128, 32, 4, 3, 4, 1, 1, true},
     {128, 64, 4, 3, 2, 2, 1, true},
     {128, 96, 4, 3, 2, 2, 1, true},
 };
+// Warps of 64 x 64 or 64 x 48. Half only; without windows for few_taps() only, since they have no registers for offsets and
+// taps of any convolution.
+constexpr bool has_wide_warps(const GemmTile& t) {
+  return t.pixels / t.warps_pixels * (t.channels / t.warps_channels) > 2048;
+}
+constexpr bool half_only(const GemmTile& t) { return t.half_only() || has_wide_warps(t); }
 // Shared memory of a window tile: its window of 32 channels, two if there are more, and filter rows of weights, or the
 // finished tile; and tables.
 constexpr int window_bytes(const GemmTile& t, int width, int channels) {
@@ -47,6 +56,15 @@ constexpr bool fits_window(const ConvShape& s, const GemmTile& t) {
          s.dilation_h == 1 && s.dilation_w == 1 && s.in_channels % 8 == 0 && s.in_w < 4096 &&
          (int64_t(s.in_h) + 1) * (s.in_w + 1) * s.batch < (int64_t(1) << 30) &&
          window_bytes(t, s.in_w, s.in_channels) <= 99 * 1024;
+}
+
+// Up to nine taps of whole 16-byte chunks of half, of which a stage of 128 bytes meets two at most.
+constexpr bool few_taps(const ConvShape& s) {
+  return s.in_channels % 8 == 0 && s.in_channels >= 64 && s.kernel_h * s.kernel_w <= 9;
+}
+constexpr bool fits_tile(const ConvShape& s, const GemmTile& t) {
+  if (t.window) return fits_window(s, t);
+  return !has_wide_warps(t) || few_taps(s);
 }
 
 }  // namespace yolo12_fastconv

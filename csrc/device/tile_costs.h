@@ -54,16 +54,20 @@ struct TileCosts {
   double gemm_shared_bytes = 25.7;  // through shared memory
   double gemm_products = 1630;  // mma.sync in half; wgmma does 2048
   // sm80, tiles whose warps do not share the reduction. Fitted to 132 layers of n, m and x at batch 32 by themselves.
-  double tile_set_up = 2869;  // as set_up
-  double tile_products = 1157;  // of multiplications in half; mma.sync does 1264 at most
-  double tile_block = 3780;  // a block's first copies and last stores
-  double tile_window = 2392;  //   in windows
-  double tile_stage = 528;  // wait, barrier, copies, first ldmatrix
-  double tile_step = 133;  // of 32 bytes
-  double tile_outputs = 7.15;  // finished outputs per cycle
-  double tile_hbm_bytes = 73.7;  // from and to device memory, and L2
-  double tile_overlap = 1.82;
-  double tile_wave = 0.46;  // what an empty place of the last round costs of a filled one
+  double tile_set_up = 2240;  // as set_up
+  double tile_products = 1760;  // of multiplications in half; mma.sync does 1264 at most, tile_overlap counts the rest
+  double tile_block = 3350;  // a block's first copies and last stores
+  double tile_wide_block = 4650;  //   of wide warps
+  double tile_window = 894;  //   in windows
+  double tile_stage = 395;  // wait, barrier, copies, first ldmatrix
+  double tile_window_stage = 903;  //   in windows
+  double tile_step = 84.9;  // of 32 bytes
+  double tile_wide_step = 43.7;  //   of wide warps
+  double tile_taps = 9.62;  // what a stage costs more if its copies look for taps
+  double tile_outputs = 18.3;  // finished outputs per cycle
+  double tile_hbm_bytes = 178;  // from and to device memory, and L2
+  double tile_overlap = 0.902;
+  double tile_wave = 0.361;  // what an empty place of the last round costs of a filled one
 };
 
 // Whole time of the kernel, from the end of the one before. Float in TF32 has not been timed: twice the products, bytes and

@@ -14,7 +14,8 @@
 //
 // Large tiles (128 pixels) are for many pixels. Copying a row of 16 bytes takes the bit test of its tap, one address
 // and the copy: which taps of a pixel lie inside the image is found once per pixel, and a thread finds the tap of its
-// chunk anew only when it leaves the old one.
+// chunk anew only when it leaves the old one. Layers without taps, and of few taps of whole chunks, have loops of their own
+// without branches, so that copies lie between products.
 //
 // Small tiles are for one image, where a layer is a chain of latencies: launch, first tile from L2 (500 cycles),
 // products, epilogue.
@@ -46,6 +47,9 @@
 namespace yolo12_fastconv {
 namespace {
 
+// How a kernel finds what it copies: see TileLoader, PointwiseLoader, TapLoader.
+enum class GemmLoads { kAny, kPointwise, kTaps };
+
 template <class Element, GemmTile kTile>
 struct GemmConfig {
   using T = Element;
@@ -61,6 +65,9 @@ struct GemmConfig {
   // Large tiles of half read operands ahead, over the ends of stages, and write sums from registers to y. Each thread then
   // has adjacent channels, of which kStoreFragments fragments hold a pair each: see stored_channel().
   static constexpr bool kAhead = kGroups == 1 && sizeof(T) == 2;
+  // Warps of 64 x 64 read a whole step ahead, the others rows of 16 pixels (see StepsAhead, RowsAhead).
+  static constexpr bool kWide = has_wide_warps(kTile);
+  static constexpr bool kFewTaps = kAhead && kChunks == 8;  // has PointwiseLoader and TapLoader, too
   static constexpr int kStoreFragments = kWarpChannels % 32 == 0 ? 4 : 2;
 
   static constexpr int kRowBytes = kChunks * 16;
@@ -79,22 +86,23 @@ struct GemmConfig {
   static constexpr int kSumRow = kChannels + 8;  // floats
   static constexpr int kOutBytes = kAhead ? 0 : kGroups == 1 ? kPixels * kOutRowBytes : kGroups * kPixels * kSumRow * 4;
   static constexpr int kAffineBytes = kChannels * int(sizeof(ScaleShift<float>));
+  static constexpr int kTableBytes = kPixels * 6;  // see TapLoader
 
   static constexpr int kRowsPerPass = kThreads / kChunks;  // rows that all threads copy at once
   static constexpr int kPixelPasses = (kPixels + kRowsPerPass - 1) / kRowsPerPass;
   static constexpr int kChannelPasses = (kChannels + kRowsPerPass - 1) / kRowsPerPass;
 
   // Stages that a reduction never fills are not asked for: more blocks fit a multiprocessor.
-  static constexpr int shared_bytes(int64_t tiles) {
+  static constexpr int shared_bytes(int64_t tiles, GemmLoads loads) {
     const int pipeline = static_cast<int>(tiles < kStages ? tiles : kStages) * kStageBytes;
-    return kAffineBytes + (pipeline > kOutBytes ? pipeline : kOutBytes);
+    return kAffineBytes + (loads == GemmLoads::kTaps ? kTableBytes : 0) + (pipeline > kOutBytes ? pipeline : kOutBytes);
   }
 
   static_assert(kChunks == 4 || kChunks == 8, "the swizzle is written for rows of 64 and 128 bytes");
   static_assert(kSteps >= 1 && kChunks / 2 % kGroups == 0 && kAffineBytes % 128 == 0);
   static_assert(kRowsPerPass % 8 == 0, "all rows of a thread have the same swizzle");
   static_assert(kWarpPixels % 16 == 0 && kWarpChannels % 16 == 0);
-  static_assert(shared_bytes(kStages) <= 99 * 1024, "sm_86 and sm_89 have 99 KB a block");
+  static_assert(shared_bytes(kStages, GemmLoads::kTaps) <= 99 * 1024, "sm_86 and sm_89 have 99 KB a block");
 };
 
 struct GemmArgs {
@@ -140,19 +148,15 @@ __host__ __device__ constexpr int stored_channel(int row) {
   }
 }
 
-// Copies tiles of the reduction to shared memory, one after the other.
+// Copies tiles of the reduction to shared memory, one after the other: any convolution.
 template <class Config>
 class TileLoader {
  public:
-  // Reads no global memory.
-  __device__ __forceinline__ TileLoader(const GemmArgs& args, uint32_t shared)
-      : args_(args), row_(threadIdx.x / Config::kChunks) {
-    shared_ = shared + swizzled<Config::kChunks>(row_, threadIdx.x % Config::kChunks);
-  }
-
-  // The tile of the output whose reduction is copied from now on.
-  __device__ __forceinline__ void start(int64_t first_pixel, int first_channel) {
-    chunk_ = threadIdx.x % Config::kChunks;
+  // first_pixel, first_channel: of the tile of the output. Reads no global memory.
+  __device__ __forceinline__ TileLoader(const GemmArgs& args, uint32_t shared, char*, int64_t first_pixel,
+                                        int first_channel)
+      : args_(args), chunk_(threadIdx.x % Config::kChunks), row_(threadIdx.x / Config::kChunks) {
+    shared_ = shared + swizzled<Config::kChunks>(row_, chunk_);
     if (args_.adjacent) {
       x_ = static_cast<const T*>(args_.x) + (first_pixel + row_) * args_.x_stride_w;
 #pragma unroll
@@ -245,7 +249,7 @@ class TileLoader {
     }
     // The rows of a thread lie in places that are alike.
     static_assert(!Config::kAhead || Config::kRowsPerPass % (8 * Config::kStoreFragments) == 0 ||
-                  Config::kRowsPerPass == 16);
+                  Config::kRowsPerPass == 16 || Config::kRowsPerPass == 8);
     const uint32_t channels = pixels + Config::kPixels * Config::kRowBytes;
 #pragma unroll
     for (int i = 0; i < Config::kChannelPasses; ++i) {
@@ -283,6 +287,236 @@ class TileLoader {
   int channels_left_;
   int offset_[Config::kPixelPasses];
   uint32_t inside_[Config::kPixelPasses];
+};
+
+// Starts the copy of a chunk, or of zeros unless `valid`; none unless `copied`. No branch, across which ptxas would not move
+// products.
+__device__ __forceinline__ void copy_chunk_predicated(uint32_t to_shared, const void* from, bool copied, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred copied, ignored;\n"
+      "setp.ne.s32 copied, %2, 0;\n"
+      "setp.eq.s32 ignored, %3, 0;\n"
+      "@copied cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+      "}\n" ::"r"(to_shared),
+      "l"(from), "r"(int(copied)), "r"(int(valid))
+      : "memory");
+#endif
+}
+
+// Starts the copy of a chunk, or of zeros unless set has a bit of `bits`.
+__device__ __forceinline__ void copy_chunk_if(uint32_t to_shared, const void* from, uint32_t set, uint32_t bits) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred ignored;\n"
+      ".reg .b32 both;\n"
+      "and.b32 both, %2, %3;\n"
+      "setp.eq.s32 ignored, both, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+      "}\n" ::"r"(to_shared),
+      "l"(from), "r"(set), "r"(bits)
+      : "memory");
+#endif
+}
+
+// Starts the copy of a chunk, or of zeros unless left > kPosition; none unless `copied`. Two instructions.
+template <int kPosition>
+__device__ __forceinline__ void copy_chunk_before(uint32_t to_shared, const void* from, bool copied, int left) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred copied, ignored;\n"
+      "setp.ne.s32 copied, %2, 0;\n"
+      "setp.le.s32 ignored, %3, %4;\n"
+      "@copied cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+      "}\n" ::"r"(to_shared),
+      "l"(from), "r"(int(copied)), "r"(left), "n"(kPosition)
+      : "memory");
+#endif
+}
+
+template <class Function, int... kIndex>
+__device__ __forceinline__ void repeat(const Function& function, std::integer_sequence<int, kIndex...>) {
+  (function(std::integral_constant<int, kIndex>()), ...);
+}
+
+// A thread's weights for the loaders below: a row of the tile in each pass, next to each other in stages.
+template <class Config>
+class WeightLoader {
+ public:
+  __device__ __forceinline__ WeightLoader(const GemmArgs& args, uint32_t shared, int first_channel)
+      : row_lanes_(args.chunks * Config::kLanes) {
+    const int row = threadIdx.x / Config::kChunks, chunk = threadIdx.x % Config::kChunks;
+    const int channel = first_channel + stored_channel<Config>(row);
+    shared_ = shared + Config::kPixels * Config::kRowBytes + swizzled<Config::kChunks>(row, chunk);
+    weight_ =
+        static_cast<const typename Config::T*>(args.weight) + int64_t(channel) * row_lanes_ + chunk * Config::kLanes;
+    channels_left_ = args.out_channels - channel;
+  }
+
+  // copied: whether the stage is one of the reduction; inside: whether the thread's chunk of it is.
+  __device__ __forceinline__ void load(int stage, bool copied, bool inside) {
+    static_assert(Config::kChannels % Config::kRowsPerPass == 0);
+    const uint32_t to = shared_ + stage * Config::kStageBytes;
+    const int left = inside ? channels_left_ : 0;
+    repeat(
+        [&](auto pass) {
+          constexpr int kChannel = stored_channel<Config>(pass * Config::kRowsPerPass);
+          copy_chunk_before<kChannel>(to + pass * Config::kRowsPerPass * Config::kRowBytes,
+                                      weight_ + kChannel * row_lanes_, copied, left);
+        },
+        std::make_integer_sequence<int, Config::kChannelPasses>());
+    weight_ += Config::kChunks * Config::kLanes;
+  }
+
+ private:
+  uint32_t shared_;
+  const typename Config::T* weight_;
+  int row_lanes_, channels_left_;
+};
+
+// Loads of a 1x1 convolution over evenly spaced pixels and whole chunks: rows of x are a constant apart.
+template <class Config>
+class PointwiseLoader {
+ public:
+  __device__ __forceinline__ PointwiseLoader(const GemmArgs& args, uint32_t shared, char*, int64_t first_pixel,
+                                             int first_channel)
+      : weights_(args, shared, first_channel), stride_(args.x_stride_w) {
+    const int row = threadIdx.x / Config::kChunks;
+    shared_ = shared + swizzled<Config::kChunks>(row, chunk_);
+    x_ = static_cast<const T*>(args.x) + (first_pixel + row) * stride_ + chunk_ * Config::kLanes;
+    const int64_t pixels = args.pixels - first_pixel;
+    pixels_left_ = static_cast<int>(pixels < Config::kPixels ? pixels : Config::kPixels) - row;
+    chunks_left_ = args.chunks - chunk_;
+  }
+
+  __device__ __forceinline__ void load(int stage) {
+    static_assert(Config::kPixels % Config::kRowsPerPass == 0);
+    const uint32_t to = shared_ + stage * Config::kStageBytes;
+    const bool copied = chunks_left_ + chunk_ > 0, inside = chunks_left_ > 0;
+    const int left = inside ? pixels_left_ : 0;
+    repeat(
+        [&](auto pass) {
+          constexpr int kRow = pass * Config::kRowsPerPass;
+          copy_chunk_before<kRow>(to + kRow * Config::kRowBytes, x_ + kRow * stride_, copied, left);
+        },
+        std::make_integer_sequence<int, Config::kPixelPasses>());
+    weights_.load(stage, copied, inside);
+    x_ += kTileLanes;
+    chunks_left_ -= Config::kChunks;
+  }
+
+  // The last chunk of an odd number of channels was copied whole, which stays inside of 16 aligned bytes; what lies behind
+  // the last channel becomes zero. By the threads that copied it, when the copies have arrived. Rare, so short.
+  __device__ __forceinline__ void clear_tail(const GemmArgs& args, char* stage) const {
+    if (chunk_ != (args.chunks - 1) % Config::kChunks) return;
+    char* const copied = stage + swizzled<Config::kChunks>(threadIdx.x / Config::kChunks, chunk_);
+#pragma unroll 1
+    for (int pass = 0; pass < Config::kPixelPasses + Config::kChannelPasses; ++pass) {
+      T* const row = reinterpret_cast<T*>(copied + pass * Config::kRowsPerPass * Config::kRowBytes);
+#pragma unroll 1
+      for (int e = args.in_channels % Config::kLanes; e < Config::kLanes; ++e) row[e] = convert<T>(0.0f);
+    }
+  }
+
+ private:
+  using T = typename Config::T;
+  static constexpr int kTileLanes = Config::kChunks * Config::kLanes;
+  WeightLoader<Config> weights_;
+  const int chunk_ = threadIdx.x % Config::kChunks;
+  uint32_t shared_;
+  const T* x_;
+  int stride_, pixels_left_, chunks_left_;
+};
+
+// Loads of few_taps(). Where pixels lie, and which of their taps are inside the image, is found by one thread each and kept
+// in shared memory: in registers it would be 16 of each thread, which warps of 64 x 64 do not have.
+// A thread goes from tap to tap by addition.
+template <class Config>
+class TapLoader {
+ public:
+  // tables: kTableBytes of shared memory. Ends with a barrier.
+  __device__ __forceinline__ TapLoader(const GemmArgs& args, uint32_t shared, char* tables, int64_t first_pixel,
+                                       int first_channel)
+      : args_(args), weights_(args, shared, first_channel) {
+    // Offsets count from the tile's first image, which keeps them in 32 bits (checked on the host).
+    const int64_t image_pixels = int64_t(args.by_out_h.divisor) * args.by_out_w.divisor;
+    const int64_t first_image = first_pixel / image_pixels;
+    const int start = static_cast<int>(first_pixel - first_image * image_pixels);
+    int* const offsets = reinterpret_cast<int*>(tables);
+    uint16_t* const insides = reinterpret_cast<uint16_t*>(tables + Config::kPixels * 4);
+    for (int i = threadIdx.x; i < Config::kPixels; i += Config::kThreads) {
+      int image, p, q, image_row;
+      args.by_out_w.divide(start + i, image_row, q);
+      args.by_out_h.divide(image_row, image, p);
+      const int top = p * args.stride_h - args.pad_h, left = q * args.stride_w - args.pad_w;
+      uint32_t inside = 0, tap = 1;
+      for (int r = 0; r < args.kernel_h; ++r) {
+        const bool in_h = static_cast<unsigned>(top + r * args.dilation_h) < static_cast<unsigned>(args.in_h);
+        for (int s = 0; s < args.kernel_w; ++s, tap <<= 1) {
+          const bool in_w = static_cast<unsigned>(left + s * args.dilation_w) < static_cast<unsigned>(args.in_w);
+          if (in_h && in_w) inside |= tap;
+        }
+      }
+      // The rows of a thread are adjacent.
+      const int place = i % Config::kRowsPerPass * Config::kPixelPasses + i / Config::kRowsPerPass;
+      offsets[place] = image * static_cast<int>(args.x_stride_n) + top * args.x_stride_h + left * args.x_stride_w;
+      insides[place] = static_cast<uint16_t>(first_pixel + i < args.pixels ? inside : 0);
+    }
+    const int row = threadIdx.x / Config::kChunks, chunk = threadIdx.x % Config::kChunks;
+    shared_ = shared + swizzled<Config::kChunks>(row, chunk);
+    offsets_ = offsets + row * Config::kPixelPasses;
+    insides_ = reinterpret_cast<const uint32_t*>(insides + row * Config::kPixelPasses);
+    taps_ = (1u << (args.kernel_h * args.kernel_w)) - 1;
+    const int column_step = args.dilation_w * args.x_stride_w;
+    tap_step_ = column_step - args.in_channels;
+    filter_row_step_ = args.dilation_h * args.x_stride_h - args.kernel_w * column_step;
+    channel_ = chunk * Config::kLanes;
+    source_ = static_cast<const T*>(args.x) + first_image * args.x_stride_n + channel_;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void load(int stage) {
+    static_assert(Config::kPixels % Config::kRowsPerPass == 0 && Config::kPixelPasses % 4 == 0);
+    const uint32_t to = shared_ + stage * Config::kStageBytes;
+    const uint32_t tap = tap_ & taps_, odd_tap = tap << 16;
+#pragma unroll
+    for (int i = 0; i < Config::kPixelPasses; i += 4) {
+      const int4 offset = *reinterpret_cast<const int4*>(offsets_ + i);
+      const uint2 inside = *reinterpret_cast<const uint2*>(insides_ + i / 2);
+      constexpr int kPassBytes = Config::kRowsPerPass * Config::kRowBytes;
+      copy_chunk_if(to + i * kPassBytes, source_ + offset.x, inside.x, tap);
+      copy_chunk_if(to + (i + 1) * kPassBytes, source_ + offset.y, inside.x, odd_tap);
+      copy_chunk_if(to + (i + 2) * kPassBytes, source_ + offset.z, inside.y, tap);
+      copy_chunk_if(to + (i + 3) * kPassBytes, source_ + offset.w, inside.y, odd_tap);
+    }
+    weights_.load(stage, true, tap != 0);
+    // Without branches, across which ptxas would not move products.
+    channel_ += kTileLanes;
+    const bool next_tap = channel_ >= args_.in_channels;
+    column_ += next_tap;
+    const bool next_row = column_ == args_.kernel_w;
+    source_ += kTileLanes + (next_tap ? tap_step_ : 0) + (next_row ? filter_row_step_ : 0);
+    channel_ -= next_tap ? args_.in_channels : 0;
+    tap_ <<= next_tap;
+    column_ = next_row ? 0 : column_;
+  }
+
+ private:
+  using T = typename Config::T;
+
+  static constexpr int kTileLanes = Config::kChunks * Config::kLanes;
+
+  const GemmArgs& args_;
+  WeightLoader<Config> weights_;
+  uint32_t shared_;
+  const int* offsets_;
+  const uint32_t* insides_;  // two rows in each
+  const T* source_;  // x, shifted to the tap and channel of the thread's chunk
+  int channel_, column_ = 0, tap_step_, filter_row_step_;
+  uint32_t tap_ = 1, taps_;  // a bit of the tap of the thread's chunk; bits of all
 };
 
 template <class Config>
@@ -568,7 +802,9 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const Accumulator
 // Scale, shift, activation, residual and store of a thread's sums, straight from registers: 64 bytes, two sectors of L2, of
 // a pixel by four threads (32 where a warp's channels are no multiple of 32). As in stock, the activated value is rounded
 // before the residual is added. pixel_of(row): which pixel of y a row of the tile is; negative: none.
-template <class Config, bool kSilu, class PixelOf>
+// kPlain: whole stores and no residual, as of most layers. Code of its own, since what it leaves out is most of the other, and
+// instructions that are jumped over are fetched all the same.
+template <class Config, bool kSilu, bool kPlain, class PixelOf>
 __device__ __forceinline__ void store_sums(const GemmArgs& args, const Accumulators<Config>& sum,
                                            const ScaleShift<float>* affine, const WarpPlace<Config>& place,
                                            const PixelOf& pixel_of, int first_channel) {
@@ -580,12 +816,12 @@ __device__ __forceinline__ void store_sums(const GemmArgs& args, const Accumulat
     T element[kWidth];
   };
   const int lane = threadIdx.x % 32;
-  const bool aligned = args.y_stride % Config::kLanes == 0;
+  [[maybe_unused]] const bool aligned = args.y_stride % Config::kLanes == 0;
 #pragma unroll
   for (int group = 0; group < Config::kFragmentsChannels / kFragments; ++group) {
     const int column = place.column + group * 8 * kFragments + lane % 4 * kWidth, channel = first_channel + column;
     if (channel >= args.out_channels) continue;
-    const bool whole = aligned && channel + kWidth <= args.out_channels;
+    const bool whole = kPlain || (aligned && channel + kWidth <= args.out_channels);
     ScaleShift<float> folded[kWidth];
 #pragma unroll
     for (int e = 0; e < kWidth; e += 2) {
@@ -607,7 +843,7 @@ __device__ __forceinline__ void store_sums(const GemmArgs& args, const Accumulat
         T* const y = static_cast<T*>(args.y) + pixel * args.y_stride + channel;
         const T* const residual = static_cast<const T*>(args.residual) + pixel * args.residual_stride + channel;
         if (whole) {
-          if (args.residual != nullptr) {
+          if (!kPlain && args.residual != nullptr) {
             Values added;
             if (args.residual_vectors) {
               added.bits = *reinterpret_cast<const Vector*>(residual);
@@ -634,14 +870,23 @@ __device__ __forceinline__ void store_sums(const GemmArgs& args, const Accumulat
   }
 }
 
-template <class Config, class PixelOf>
+// kPlain: with code of its own for plain stores.
+template <class Config, bool kPlain, class PixelOf>
 __device__ __forceinline__ void store_tile(const GemmArgs& args, const Accumulators<Config>& sum,
                                            const ScaleShift<float>* affine, const WarpPlace<Config>& place,
                                            const PixelOf& pixel_of, int first_channel) {
-  if (args.act == Act::kSilu) {
-    store_sums<Config, true>(args, sum, affine, place, pixel_of, first_channel);
+  const auto store = [&](auto silu, auto plain) {
+    store_sums<Config, decltype(silu)::value, decltype(plain)::value>(args, sum, affine, place, pixel_of,
+                                                                      first_channel);
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  const bool silu = args.act == Act::kSilu;
+  if (kPlain && args.residual == nullptr && args.y_stride % Config::kLanes == 0 &&
+      args.out_channels % Config::kLanes == 0) {
+    silu ? store(kYes, kYes) : store(kNo, kYes);
   } else {
-    store_sums<Config, false>(args, sum, affine, place, pixel_of, first_channel);
+    silu ? store(kYes, kNo) : store(kNo, kNo);
   }
 }
 
@@ -706,7 +951,32 @@ struct RowsAhead {
   }
 };
 
+// Operands a whole step ahead, over the ends of stages; interface as RowsAhead.
 template <class Config>
+struct StepsAhead {
+  static_assert(Config::kSteps % 2 == 0);
+  Fragments<Config> fragments[2];
+
+  __device__ __forceinline__ void begin(uint32_t stage, const WarpPlace<Config>& place) {
+    load_step(fragments[0], stage, place, 0);
+  }
+
+  template <class Wait, class StartCopies>
+  __device__ __forceinline__ void multiply(Accumulators<Config>& sum, uint32_t stage, uint32_t next,
+                                           const WarpPlace<Config>& place, const Wait& wait_for_next,
+                                           const StartCopies& start_copies) {
+#pragma unroll
+    for (int step = 0; step < Config::kSteps; ++step) {
+      const bool last = step + 1 == Config::kSteps;
+      if (last) wait_for_next();
+      load_step(fragments[(step + 1) % 2], last ? next : stage, place, last ? 0 : step + 1);
+      fragments[step % 2].multiply(sum);
+      if (step == 0) start_copies();
+    }
+  }
+};
+
+template <class Config, GemmLoads kLoads>
 __global__ __launch_bounds__(Config::kThreads,
                              Config::kBlocks) void implicit_gemm_kernel(const __grid_constant__ GemmArgs args) {
 #if __CUDA_ARCH__ >= 800
@@ -720,10 +990,13 @@ __global__ __launch_bounds__(Config::kThreads,
   const WarpPlace<Config> place(threadIdx.x / 32);
 
   auto* affine = reinterpret_cast<ScaleShift<float>*>(shared);
-  char* out = shared + Config::kAffineBytes;
+  using Loader =
+      std::conditional_t<kLoads == GemmLoads::kPointwise, PointwiseLoader<Config>,
+                         std::conditional_t<kLoads == GemmLoads::kTaps, TapLoader<Config>, TileLoader<Config>>>;
+  char* const tables = shared + Config::kAffineBytes;
+  char* out = tables + (kLoads == GemmLoads::kTaps ? Config::kTableBytes : 0);
   const uint32_t pipeline = shared_address(out);
-  TileLoader<Config> loader(args, pipeline);
-  loader.start(first_pixel, first_channel);
+  Loader loader(args, pipeline, tables, first_pixel, first_channel);
   const int tiles = (args.chunks + Config::kChunks - 1) / Config::kChunks;
   static_assert(Config::kChannels <= Config::kThreads, "a thread folds one channel");
   const int folded_channel = first_channel + static_cast<int>(threadIdx.x);
@@ -754,33 +1027,40 @@ __global__ __launch_bounds__(Config::kThreads,
     return pixel < args.pixels ? pixel : -1;
   };
   // Until the next stage is there for all threads, and all are done with the one that is refilled next.
-  const auto wait = [] {
+  const auto wait_for = [&]([[maybe_unused]] int tile, [[maybe_unused]] int stage) {
     wait_for_async_copies<Config::kStages - 2>();
+    if constexpr (kLoads == GemmLoads::kPointwise) {
+      if (tile == tiles - 1 && !args.whole_chunks) loader.clear_tail(args, out + stage * Config::kStageBytes);
+    }
     __syncthreads();
   };
   Accumulators<Config> sum = {};
   int stage = 0, free_stage = Config::kStages - 1, tile = 0;
   const auto start_copies = [&] {
-    if (tile + Config::kStages - 1 < tiles) loader.load(free_stage);
+    // Behind the last stage the loaders copy nothing or zeros, which is less than a branch between the products.
+    if (kLoads != GemmLoads::kAny || tile + Config::kStages - 1 < tiles) loader.load(free_stage);
     commit_async_copies();
   };
   if constexpr (Config::kAhead) {
-    RowsAhead<Config> ahead;
-    wait();
+    std::conditional_t<Config::kWide, StepsAhead<Config>, RowsAhead<Config>> ahead;
+    wait_for(0, 0);
     ahead.begin(pipeline, place);
     for (; tile < tiles; ++tile) {
       const int following = stage + 1 == Config::kStages ? 0 : stage + 1;
       // Behind the last stage operands are read, too, but not used.
       const int next = tile + 1 < tiles ? following : stage;
-      ahead.multiply(sum, pipeline + stage * Config::kStageBytes, pipeline + next * Config::kStageBytes, place, wait,
-                     start_copies);
+      ahead.multiply(
+          sum, pipeline + stage * Config::kStageBytes, pipeline + next * Config::kStageBytes, place,
+          [&] { wait_for(tile + 1, next); }, start_copies);
       free_stage = stage;
       stage = following;
     }
-    store_tile<Config>(args, sum, affine, place, pixel_of, first_channel);
+    if constexpr (kLoads == GemmLoads::kTaps) wait_for_async_copies<0>();  // a block does not end before its copies
+    // In a TileLoader's kernel both would spill 4 bytes.
+    store_tile<Config, kLoads != GemmLoads::kAny>(args, sum, affine, place, pixel_of, first_channel);
   } else {
     for (; tile < tiles; ++tile) {
-      wait();
+      wait_for(tile, stage);
       multiply_stage<Config>(sum, pipeline + stage * Config::kStageBytes, place, start_copies);
       free_stage = stage;
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;
@@ -846,10 +1126,11 @@ class WindowLoader {
     }
   }
 
-  // Filter row r of a block of channels, into stage `stage`.
+  // Filter row r of a block of channels, into stage `stage`; none behind the last block.
   __device__ __forceinline__ void load_weights(int block, int r, int stage) {
     const T* const from = weight_ + r * Config::kTaps * weight_row_ + block * Config::kBlockLanes;
     const uint32_t to = weights_ + stage * Config::kStageBytes;
+    const bool copied = block * Config::kBlockLanes < args_.in_channels;
     const bool inside = block * Config::kBlockLanes + chunk_ * Config::kLanes < args_.in_channels;
 #pragma unroll
     for (int i = 0; i < Config::kWeightPasses; ++i) {
@@ -859,30 +1140,44 @@ class WindowLoader {
       if constexpr (kEvenPasses) {
         const int tap = i * Config::kRowsPerPass / Config::kChannels;
         const int k = stored_channel<Config>(i * Config::kRowsPerPass % Config::kChannels);
-        copy_chunk_async(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, inside && k < channels_left_);
+        copy_chunk_predicated(to + i * kPassBytes, from + (k * 9 + tap) * weight_row_, copied,
+                              inside && k < channels_left_);
       } else {
-        copy_chunk_async(to + i * kPassBytes, from + weight_offset_[i], inside && weight_offset_[i] >= 0);
+        copy_chunk_predicated(to + i * kPassBytes, from + weight_offset_[i], copied, inside && weight_offset_[i] >= 0);
       }
     }
   }
 
-  // Part `part` of `parts` of the window of a block of channels.
+  // Part `part` of `parts` of the window of a block of channels; none if part >= parts, or behind the last block. Offsets
+  // of kBatch rows are read before the first of them is used.
   __device__ __forceinline__ void load_window(int block, int part, int parts) {
+    constexpr int kBatch = 5;
     const int passes = (window_rows_ + Config::kRowsPerPass - 1) / Config::kRowsPerPass;
-    const int first = passes * part / parts, last = passes * (part + 1) / parts;
     const int channel = block * Config::kBlockLanes + chunk_ * Config::kLanes;
     // The second half of the last block is not multiplied if it is empty.
-    if (args_.in_channels - (channel & ~(2 * Config::kLanes - 1)) <= 0) return;
+    const bool copied = part < parts && args_.in_channels - (channel & ~(2 * Config::kLanes - 1)) > 0;
+    // Narrow warps, which serve few channels and so few blocks, lose more by copies of nothing than by a branch.
+    if (!Config::kWide && !copied) return;
+    const int first = passes * part / parts, last = copied ? passes * (part + 1) / parts : 0;
     const bool inside = channel < args_.in_channels;
     const T* const from = x_ + block * Config::kBlockLanes;
-    uint32_t to = windows_ + block % 2 * window_rows_ * Config::kRowBytes + first * kPassBytes;
-    int row = row_ + first * Config::kRowsPerPass;
-#pragma unroll 4
-    for (int i = first; i < last; ++i, row += Config::kRowsPerPass, to += kPassBytes) {
-      if (row >= window_rows_) break;
-      const int chunks = rows_[row];
-      copy_chunk_async(to, from + int64_t(chunks) * Config::kLanes, inside && chunks >= 0);
-    }
+    const uint32_t to = windows_ + block % 2 * window_rows_ * Config::kRowBytes;
+    const auto copy_batch = [&](int pass) {
+      int chunks[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        chunks[i] = rows_[min(row_ + (pass + i) * Config::kRowsPerPass, window_rows_ - 1)];
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const bool there = pass + i < last && row_ + (pass + i) * Config::kRowsPerPass < window_rows_;
+        copy_chunk_predicated(to + (pass + i) * kPassBytes, from + int64_t(chunks[i]) * Config::kLanes, there,
+                              inside && chunks[i] >= 0);
+      }
+    };
+    copy_batch(first);  // with the maps of a picture of 640 pixels most often all
+#pragma unroll 1
+    for (int pass = first + kBatch; pass < last; pass += kBatch) copy_batch(pass);
   }
 
  private:
@@ -1002,8 +1297,8 @@ __global__ __launch_bounds__(Config::kThreads,
     const bool both_steps = args.in_channels - block * Config::kBlockLanes > Config::kBlockLanes / 2;
     for (int r = 0; r < Config::kTaps; ++r) {
       const auto start_copies = [&] {
-        if (next_block < blocks) loader.load_weights(next_block, next_r, free_stage);
-        if (r < Config::kWindowParts && block + 1 < blocks) loader.load_window(block + 1, r, Config::kWindowParts);
+        loader.load_weights(next_block, next_r, free_stage);
+        loader.load_window(block + 1, r, Config::kWindowParts);
         commit_async_copies();
         if (++next_r == Config::kTaps) next_r = 0, ++next_block;
       };
@@ -1026,7 +1321,7 @@ __global__ __launch_bounds__(Config::kThreads,
       stage = following;
     }
   }
-  store_tile<Config>(args, sum, affine, place, [&](int row) { return int64_t(pixels[row]); }, first_channel);
+  store_tile<Config, true>(args, sum, affine, place, [&](int row) { return int64_t(pixels[row]); }, first_channel);
 #endif
 }
 
@@ -1094,10 +1389,23 @@ void launch(const ConvArgs& a, cudaStream_t stream) {
          "; the tile menu sends it to direct");
   }
   const GemmArgs g = gemm_args<Config>(a);
-  const int shared_bytes = Config::shared_bytes(ceil_div(g.chunks, Config::kChunks));
-  allow_shared_bytes(implicit_gemm_kernel<Config>, shared_bytes);
   const unsigned int blocks = checked_grid(pixel_tiles * g.by_channel_tiles.divisor, "implicit_gemm");
-  launch_dependent<implicit_gemm_kernel<Config>>("implicit_gemm", blocks, Config::kThreads, shared_bytes, stream, g);
+  const auto start = [&](auto loads) {
+    constexpr GemmLoads kLoads = decltype(loads)::value;
+    const int shared_bytes = Config::shared_bytes(ceil_div(g.chunks, Config::kChunks), kLoads);
+    allow_shared_bytes(implicit_gemm_kernel<Config, kLoads>, shared_bytes);
+    launch_dependent<implicit_gemm_kernel<Config, kLoads>>("implicit_gemm", blocks, Config::kThreads, shared_bytes,
+                                                           stream, g);
+  };
+  if constexpr (Config::kFewTaps) {
+    if (g.adjacent) return start(std::integral_constant<GemmLoads, GemmLoads::kPointwise>());
+    if (few_taps(s)) return start(std::integral_constant<GemmLoads, GemmLoads::kTaps>());
+  }
+  if constexpr (Config::kWide) {
+    fail("implicit_gemm: this tile is for few taps of whole chunks");
+  } else {
+    start(std::integral_constant<GemmLoads, GemmLoads::kAny>());
+  }
 }
 
 template <class Config>
@@ -1119,7 +1427,7 @@ void launch_window(const ConvArgs& a, const GemmTile& tile, cudaStream_t stream)
 template <class T, size_t kIndex>
 void launch_tile(const ConvArgs& args, cudaStream_t stream) {
   constexpr GemmTile kTile = kGemmTiles[kIndex];
-  if constexpr (kTile.half_only() && sizeof(T) != 2) {
+  if constexpr (half_only(kTile) && sizeof(T) != 2) {
     fail("implicit_gemm: this tile is for half");
   } else if constexpr (kTile.window) {
     launch_window<WindowConfig<T, kTile>>(args, kTile, stream);
