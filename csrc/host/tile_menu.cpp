@@ -336,7 +336,7 @@ std::optional<Sm90Plan> choose_stats_plan(const MenuQuery& query) {
     std::optional<Sm90Plan> best;
     double least = 0;
     for (const Sm90Plan& plan : sm90_plans(s, size_of(query.dtype))) {
-      if (plan.split > 1 || plan.channels > kSm90MaxStatsChannels) continue;
+      if (plan.split > 1 || plan.shares() || plan.channels > kSm90MaxStatsChannels) continue;
       const double cycles = tuned != nullptr && sm90_name(plan) == tuned ? 0 : sm90_cycles(s, plan);
       if (best.has_value() && cycles >= least) continue;
       best = plan;
