@@ -30,12 +30,14 @@ def no_forced_target(monkeypatch):
     monkeypatch.delenv("YOLO12_FASTCONV_KERNEL", raising=False)
 
 
-def kernel(case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool = False) -> list[str]:
+def kernel(
+    case: cases.Case, dtype: torch.dtype, capability: int, *, tf32: bool = False, training: bool = False
+) -> list[str]:
     """[family, target, tile]"""
     weight = (case.co, case.ci // case.groups, *case.kernel)
     name = ops.describe_kernel(
         (case.batch, case.ci, case.h, case.w), weight, case.stride, case.padding, case.dilation, case.groups, dtype,
-        tf32=tf32, capability=capability,
+        tf32=tf32, capability=capability, training=training,
     )  # fmt: skip
     return name.split("/")
 
@@ -52,6 +54,23 @@ def shapes():
     return [
         case for scale in cases.SCALES for batch in (1, 32) for case in cases.conv_shapes(scale, batch=batch)
     ]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 16, 24, 32, 64])
+def test_training_runs_plans_that_its_kernel_has(batch):
+    """No blocks or workers that share stages; where it takes statistics, up to 128 channels a tile, no clusters. Where
+    inference has a cluster for each tile, training has it too, and a pass over z."""
+    others = 0
+    for case in (case for scale in cases.SCALES for case in cases.conv_shapes(scale, batch=batch)):
+        name, inference = (kernel(case, torch.float16, 90, training=training) for training in (True, False))
+        assert not set(name[2].split("-")) & {"ring", "paired", "rest"}, f"{case}: {name}"
+        if name == inference:
+            continue
+        assert name[:2] == inference[:2] == ["implicit_gemm", "sm90"]
+        assert "once" not in name[2] and "split" not in name[2], f"{case}: {name}"
+        assert int(name[2].split("-")[0].split("x")[1]) <= 128, f"{case}: {name}"
+        others += 1
+    assert others
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

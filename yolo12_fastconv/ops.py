@@ -148,7 +148,7 @@ SCHEMAS = {
     "area_attention_backward_aten": _ATTENTION_BACKWARD,
     # Which kernel serves a convolution, as "family/target/tile": the library's tile menu, a pure host function.
     "describe_kernel": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups,"
-    " ScalarType dtype, bool allow_tf32, int capability) -> str",
+    " ScalarType dtype, bool allow_tf32, int capability, bool training=False) -> str",
     # All kernels that can serve it, the best estimate first.
     "kernel_candidates": "(int[4] x_size, int[4] weight_size, int[2] stride, int[2] padding, int[2] dilation,"
     " int groups, ScalarType dtype, bool allow_tf32, int capability) -> str[]",
@@ -974,6 +974,7 @@ def describe_kernel(
     *,
     tf32: bool,
     capability: int,
+    training: bool = False,
 ) -> str:
     """The tile menu's choice for a convolution, "family/target/tile". A host function: needs the compiled library, not
     a GPU.
@@ -984,12 +985,13 @@ def describe_kernel(
         dtype: the one that the convolution is computed in.
         tf32: whether float32 may use TF32; by keyword.
         capability: compute capability of the GPU, major * 10 + minor; by keyword.
+        training: whether for the forward of `conv_bn_act_train`, which takes statistics on the way; by keyword.
 
     Raises:
         RuntimeError: the compiled library is not loaded.
     """
     name: str = _menu_op("describe_kernel")(
-        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability
+        x_size, weight_size, stride, padding, dilation, groups, dtype, tf32, capability, training
     )
     return name
 

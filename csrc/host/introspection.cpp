@@ -2,14 +2,17 @@
 #include "convolution.h"
 #include "gradient_menu.h"
 #include "ops.h"
+#include "stats_plan.h"
 
 namespace yolo12_fastconv {
 
 std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
-                            ScalarType dtype, bool allow_tf32, int64_t capability) {
+                            ScalarType dtype, bool allow_tf32, int64_t capability, bool training) {
   const ConvShape shape = conv_shape(x_size, weight_size, {stride, padding, dilation, groups});
-  return kernel_name(choose_kernel({shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)}), shape);
+  const MenuQuery query = {shape, dtype_of(dtype), allow_tf32, static_cast<int>(capability)};
+  const std::optional<Sm90Plan> plan = training ? choose_stats_plan(query) : std::nullopt;
+  return plan.has_value() ? sm90_name(*plan) : kernel_name(choose_kernel(query), shape);
 }
 
 std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,

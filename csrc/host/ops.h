@@ -98,7 +98,7 @@ Tensor area_attention_backward(Tensor grad_out, OptionalTensor grad_values, Tens
 
 std::string describe_kernel(std::vector<int64_t> x_size, std::vector<int64_t> weight_size, std::vector<int64_t> stride,
                             std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups,
-                            ScalarType dtype, bool allow_tf32, int64_t capability);
+                            ScalarType dtype, bool allow_tf32, int64_t capability, bool training);
 
 std::vector<std::string> kernel_candidates(std::vector<int64_t> x_size, std::vector<int64_t> weight_size,
                                            std::vector<int64_t> stride, std::vector<int64_t> padding,
