@@ -51,7 +51,9 @@ def _row(case: cases.Case, device: torch.device, dtype: str, replays: int) -> di
         stock = _block(case).to(device, memory_format=torch.channels_last).train()
         blocks = {"eager": stock, "ours": copy.deepcopy(stock)}
         patch_modules(blocks["ours"])
-        calls = {name: _Call(block, case, device, dtype, as_op=name == "ours") for name, block in blocks.items()}
+        calls = {
+            name: _Call(block, case, device, dtype, as_op=name == "ours") for name, block in blocks.items()
+        }
         expected, mine = calls["eager"].results(), calls["ours"].results()
         distance = max(_distance(a, b) for a, b in zip(mine, expected, strict=True))
         row["ok"] = distance < TOLERANCE[dtype]
