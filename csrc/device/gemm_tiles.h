@@ -36,12 +36,6 @@ constexpr GemmTile kGemmTiles[] = {
     {128, 64, 4, 3, 2, 2, 1, true},
     {128, 96, 4, 3, 2, 2, 1, true},
 };
-// Warps of 64 x 64 or 64 x 48. Half only; without windows for few_taps() only, since they have no registers for offsets and
-// taps of any convolution.
-constexpr bool has_wide_warps(const GemmTile& t) {
-  return t.pixels / t.warps_pixels * (t.channels / t.warps_channels) > 2048;
-}
-constexpr bool half_only(const GemmTile& t) { return t.half_only() || has_wide_warps(t); }
 // Shared memory of a window tile: its window of 32 channels, two if there are more, and filter rows of weights, or the
 // finished tile; and tables.
 constexpr int window_bytes(const GemmTile& t, int width, int channels) {
@@ -64,7 +58,7 @@ constexpr bool few_taps(const ConvShape& s) {
 }
 constexpr bool fits_tile(const ConvShape& s, const GemmTile& t) {
   if (t.window) return fits_window(s, t);
-  return !has_wide_warps(t) || few_taps(s);
+  return !t.wide_warps() || few_taps(s);
 }
 
 }  // namespace yolo12_fastconv

@@ -47,6 +47,10 @@ void add_wgrad_slices(const WgradArgs& args, int slices, cudaStream_t stream);
 int wgrad_depthwise_mma_slices(const ConvShape& shape, DType dtype);
 bool wgrad_depthwise_mma_serves(const WgradArgs& args, DType dtype);
 void wgrad_depthwise_mma(const WgradArgs& args, DType dtype, cudaStream_t stream);
+// The same for compute capability 9.0; no stride 0. kernels/wgrad_depthwise_sm90.cu
+int wgrad_depthwise_sm90_slices(const ConvShape& shape, DType dtype);
+bool wgrad_depthwise_sm90_serves(const WgradArgs& args, DType dtype);
+void wgrad_depthwise_sm90(const WgradArgs& args, DType dtype, cudaStream_t stream);
 
 // Gradient of the first convolution's weight, 3x3 over 3 channels with stride 2 and padding 1, in half and bfloat16. x: in
 // that dtype or in float, planar or interleaved, rows aligned to 16 bytes, as are those of grad_z.

@@ -22,8 +22,10 @@ struct GemmTile {
   int warps_pixels, warps_channels, groups;
   bool window = false;  // 3x3: pixels are copied once for all taps
   bool operator==(const GemmTile&) const = default;
-  // Float of 256 pixels would not fit shared memory on its way out.
-  constexpr bool half_only() const { return window || pixels > 128; }
+  // Warps of 64 x 64 or 64 x 48, which have no registers for the offsets and taps of any convolution (fits_tile()).
+  constexpr bool wide_warps() const { return pixels / warps_pixels * (channels / warps_channels) > 2048; }
+  // Float of 256 pixels would not fit shared memory on its way out, and of wide warps not the registers.
+  constexpr bool half_only() const { return window || pixels > 128 || wide_warps(); }
 };
 
 constexpr int kMaxGemmKernel = 16;  // rows and columns of a filter: a bit each of 32

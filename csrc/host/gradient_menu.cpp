@@ -7,7 +7,6 @@
 
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
-#include "device/wgrad_depthwise.h"
 #include "targets.h"
 
 namespace yolo12_fastconv {

@@ -9,7 +9,6 @@
 #include "device/gradient_kernels.h"
 #include "device/kernels.h"
 #include "device/training_kernels.h"
-#include "device/wgrad_depthwise.h"
 #include "gradient_menu.h"
 
 namespace yolo12_fastconv {

@@ -71,7 +71,7 @@ double large_tile_cycles(const ConvShape& s, int element, const GemmTile& t, con
   const double rounds = turns + c.tile_wave * (full - turns);
   const double outputs = double(t.pixels) * t.channels;
   const double products = steps * outputs * 16 / c.tile_products;
-  const bool wide = has_wide_warps(t);
+  const bool wide = t.wide_warps();
   const double block = t.window ? c.tile_window : wide ? c.tile_wide_block : c.tile_block;
   const double stage = t.window ? c.tile_window_stage : c.tile_stage + (taps > 1 ? c.tile_taps : 0);
   const double chain = (stages * stage + steps * (wide ? c.tile_wide_step : c.tile_step) + block) / resident;

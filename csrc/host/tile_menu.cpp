@@ -112,7 +112,7 @@ bool prefers_cudnn(const ConvShape& s) {
 
 std::string tile_name(const GemmTile& t) {
   return "implicit_gemm/sm80/" + std::to_string(t.pixels) + "x" + std::to_string(t.channels) + "x" +
-         std::to_string(t.chunks) + "x" + std::to_string(t.stages) + (has_wide_warps(t) ? "-wide" : "") +
+         std::to_string(t.chunks) + "x" + std::to_string(t.stages) + (t.wide_warps() ? "-wide" : "") +
          (t.window ? "-window" : "");
 }
 
@@ -238,7 +238,7 @@ std::vector<KernelChoice> candidates(const MenuQuery& query, const std::string& 
   }
   if (s.groups == 1 && tensor_cores && fits_implicit_gemm(s) && (target != "sm90" || weighed.empty())) {
     for (const GemmTile& tile : kGemmTiles) {
-      if ((half_only(tile) && !half) || !fits_tile(s, tile)) continue;
+      if ((tile.half_only() && !half) || !fits_tile(s, tile)) continue;
       weighed.push_back({gemm_cycles(s, query.dtype, tile, {}, query.capability), {Family::kImplicitGemm, tile, {}}});
     }
   }

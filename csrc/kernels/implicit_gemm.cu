@@ -66,7 +66,7 @@ struct GemmConfig {
   // has adjacent channels, of which kStoreFragments fragments hold a pair each: see stored_channel().
   static constexpr bool kAhead = kGroups == 1 && sizeof(T) == 2;
   // Warps of 64 x 64 read a whole step ahead, the others rows of 16 pixels (see StepsAhead, RowsAhead).
-  static constexpr bool kWide = has_wide_warps(kTile);
+  static constexpr bool kWide = kTile.wide_warps();
   static constexpr bool kFewTaps = kAhead && kChunks == 8;  // has PointwiseLoader and TapLoader, too
   static constexpr int kStoreFragments = kWarpChannels % 32 == 0 ? 4 : 2;
 
@@ -1427,7 +1427,7 @@ void launch_window(const ConvArgs& a, const GemmTile& tile, cudaStream_t stream)
 template <class T, size_t kIndex>
 void launch_tile(const ConvArgs& args, cudaStream_t stream) {
   constexpr GemmTile kTile = kGemmTiles[kIndex];
-  if constexpr (half_only(kTile) && sizeof(T) != 2) {
+  if constexpr (kTile.half_only() && sizeof(T) != 2) {
     fail("implicit_gemm: this tile is for half");
   } else if constexpr (kTile.window) {
     launch_window<WindowConfig<T, kTile>>(args, kTile, stream);

@@ -40,7 +40,6 @@
 #include "device/lanes.cuh"
 #include "device/launch.cuh"
 #include "device/launch_limits.cuh"
-#include "device/wgrad_depthwise.h"
 
 namespace yolo12_fastconv {
 namespace {

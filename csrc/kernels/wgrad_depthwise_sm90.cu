@@ -36,7 +36,6 @@
 #include "device/launch_limits.cuh"
 #include "device/tensor_core.cuh"
 #include "device/tensor_map.cuh"
-#include "device/wgrad_depthwise.h"
 
 // For other architectures the kernel's body is empty, and the functions that it calls are left over.
 #pragma nv_diag_suppress 177
