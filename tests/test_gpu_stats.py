@@ -135,15 +135,7 @@ def test_after_unlike_rows(cuda, dtype):
         many = x[:, :1].expand(-1, channels, -1, -1).contiguous(memory_format=torch.channels_last)
         for layer in (Layer("stem", x, dense, 2, 1, 1), Layer("depthwise", many, single, 1, 1, channels)):
             z, mean, var = in_training(layer, None, dtype)
-            exact_mean, exact_var = exact(z)
-            spread = exact_var.sqrt()
-            # The first layer's: differences of a few values are rounded to 11 or 8 bits.
-            limit = torch.finfo(dtype).eps * (0.01 + 8 / (z.numel() // channels))
-            wrong = max(
-                ((mean - exact_mean).abs() / (spread + offset * 0.1)).max().item() / limit,
-                ((var - exact_var).abs() / exact_var).max().item()
-                / (2 * limit + offset / spread.min().item() * 2**-23),
-            )
+            wrong = op_checks.moments_used(mean, var, z, offset)
             if not wrong < 1:
                 problems.append(f"{layer.what} {size} {offset} {before}: {wrong:.2g} of the limit")
     assert not problems, "\n".join(problems)
